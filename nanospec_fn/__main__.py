@@ -1,0 +1,193 @@
+"""The command line: `python -m nanospec_fn generate "PROMPT"`."""
+
+import argparse
+import sys
+import time
+from array import array
+from collections.abc import Iterator
+
+import nanospec_fn as ns
+from nanospec_fn import arguments, chat
+
+DIM, RESET = "\033[2m", "\033[0m"
+COLOURS = tuple(f"\033[{code}m" for code in (32, 36, 34, 35, 33, 31))  # draft depths 1, 2, ...; the last for all deeper
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The whole command line's parser, and `generate`'s."""
+    parser = arguments.Parser(prog="python -m nanospec_fn", description="Study speculative decoding.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=arguments.Parser)
+    generate = commands.add_parser(
+        "generate",
+        help="complete a prompt, with speculation",
+        description="Complete a prompt: the text as it comes, then one line of statistics.",
+        epilog="Exit codes: 0; 2 for bad arguments; 1 for a failed run, or a difference that --compare found.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    generate.add_argument("prompt", metavar="PROMPT", help="the chat template is applied where the tokenizer has one")
+    arguments.add_engine(generate)
+    tree = generate.add_argument_group("speculation")
+    tree.add_argument("--spec-topk", type=int, default=1, metavar="K", help="nodes per level; 1 is a chain")
+    tree.add_argument("--spec-depth", type=int, default=5, metavar="D", help="levels")
+    tree.add_argument("--spec-nodes", type=int, metavar="N", help="drafted nodes that are verified, at most K * D")
+    tree.add_argument("--coupled", action="store_true", help="proposals share the target's noise (rule exact)")
+    sampling = generate.add_argument_group("sampling")
+    limit = arguments.environment(generate, "NANOSPEC_MAX_NEW", int, 128)
+    sampling.add_argument("--max-tokens", type=int, default=limit, metavar="N", help="NANOSPEC_MAX_NEW, or")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
+    sampling.add_argument("--seed", type=int, default=0)
+    sampling.add_argument("--rule", default="exact", metavar="exact|relaxed|power", help="how drafts are accepted")
+    sampling.add_argument("--tau", type=float, default=1.0, help="relaxed: accept from this probability on")
+    sampling.add_argument(
+        "--accept-topk", type=int, default=0, metavar="K", help="relaxed: or among the K most probable"
+    )
+    sampling.add_argument("--alpha", type=float, default=1.0, help="power: exponent of the acceptance probability")
+    output = generate.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="one JSON object a completion and nothing else")
+    output.add_argument("--compare", action="store_true", help="also decode plainly; exit code 1 if a byte differs")
+    output.add_argument("--show", action="store_true", help="colour each token by where it came from")
+    return parser, generate
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    parser, generate = build_parser()
+    args = parser.parse_args(argv)
+    return run_generate(generate, args)
+
+
+def run_generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """`generate`: every check that needs no model comes before the model."""
+    sampling, speculation = check(parser, args)
+    try:
+        model = ns.load(args.model, device=args.device)
+        name, draft = arguments.load_draft(args.draft, model)
+        engine = ns.EngineConfig(max_slots=1, attend=args.backend)
+        chunks = ns.stream(
+            model, [args.prompt], sampling, draft=draft, speculation=speculation if draft else None, engine=engine
+        )
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(" ".join(str(error).split()))
+    out = ns.Completion()
+    started = time.perf_counter()
+    try:
+        for text in follow(chunks, out, model if args.show else None):
+            if not args.json:
+                print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        out.finish_reason = "aborted"
+    seconds = time.perf_counter() - started
+    identical, verdict = True, ""
+    if args.compare and out.finish_reason != "aborted":
+        started = time.perf_counter()
+        (plain,) = ns.generate(model, [args.prompt], sampling, engine=engine)
+        identical, verdict = compare(out, plain, time.perf_counter() - started)
+    if args.json:
+        print(arguments.json_line(vars(out) | ({"identical": identical} if verdict else {})))
+    else:
+        print(
+            "\n"
+            + "\n".join(
+                line for line in (legend(out) if args.show else "", statistics(out, seconds, name), verdict) if line
+            )
+        )
+    return int(out.finish_reason == "aborted" or not identical)
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[ns.Sampling, ns.Speculation]:
+    """The arguments as what the engine takes; exits with code 2 and the option's name where one is wrong."""
+    if not args.prompt:
+        parser.error("argument PROMPT: is empty")
+    arguments.check_engine(parser, args)
+    sampling = arguments.checked(
+        parser,
+        ns.Sampling,
+        {
+            "max_tokens": ("--max-tokens (NANOSPEC_MAX_NEW)", args.max_tokens),
+            "temperature": ("--temperature", args.temperature),
+            "top_k": ("--top-k", args.top_k),
+            "top_p": ("--top-p", args.top_p),
+            "seed": ("--seed", args.seed),
+            "rule": ("--rule", args.rule),
+            "tau": ("--tau", args.tau),
+            "accept_top_k": ("--accept-topk", args.accept_topk),
+            "alpha": ("--alpha", args.alpha),
+        },
+    )
+    speculation = arguments.checked(
+        parser,
+        ns.Speculation,
+        {
+            "top_k": ("--spec-topk", args.spec_topk),
+            "depth": ("--spec-depth", args.spec_depth),
+            "num_nodes": ("--spec-nodes", args.spec_nodes),
+            "coupled": ("--coupled", args.coupled),
+        },
+    )
+    if args.coupled and args.rule != "exact":
+        parser.error(f"argument --coupled: needs --rule exact, got {args.rule}")
+    if args.json and args.show:
+        parser.error("argument --show: cannot be combined with --json")
+    return sampling, speculation
+
+
+def follow(chunks: Iterator[ns.Chunk], out: ns.Completion, show: ns.Model | None) -> Iterator[str]:
+    """Gather the chunks into `out` and yield the text to print, coloured by token where a model is given to `show`."""
+    out.text, coloured = "", 0
+    for chunk in chunks:
+        for name in ("tokens", "target_logp", "behaviour_logp", "origin"):
+            getattr(out, name).extend(getattr(chunk, name))
+        if chunk.accepted is not None:
+            out.accepted.append(chunk.accepted)
+        out.text += chunk.text
+        out.finish_reason = chunk.finish_reason
+        if show is None:
+            yield chunk.text
+            continue
+        for count in range(len(out.tokens) - len(chunk.tokens) + 1, len(out.tokens) + 1):
+            text = chat.decode(show.tokenizer, out.tokens[:count]) or ""
+            if count < len(out.tokens) or not chunk.finish_reason:
+                text = text.rstrip("\ufffd")  # a character that lies across tokens belongs to its last one
+            yield paint(text[coloured:], out.origin[count - 1])
+            coloured = max(coloured, len(text))
+
+
+def paint(text: str, origin: int) -> str:
+    """Text in the colour of the draft depth it came from; the target's own tokens (0) stay plain."""
+    return f"{COLOURS[min(origin, len(COLOURS)) - 1]}{text}{RESET}" if origin and text else text
+
+
+def legend(out: ns.Completion) -> str:
+    """What the colours mean, with how many tokens came from where."""
+    counts = [(d, out.origin.count(d)) for d in range(max(out.origin, default=0) + 1)]
+    names = [paint(f"draft depth {d}" if d else "the target's own", d) + f" {n}" for d, n in counts]
+    return f"{DIM}tokens:{RESET} " + ", ".join(names)
+
+
+def statistics(out: ns.Completion, seconds: float, draft: str) -> str:
+    """One line: tokens, tok/s, rounds, mean accepted length (the bonus token counted, the prefill's own not)."""
+    rounds = len(out.accepted)
+    length = f"{(len(out.tokens) - 1) / rounds:.2f}" if rounds else "none"
+    count = f"{len(out.tokens)} tokens ({out.finish_reason}), {len(out.tokens) / seconds:.1f} tok/s"
+    return f"[{count}, {rounds} rounds, mean accepted length {length}, draft {draft}]"
+
+
+def compare(out: ns.Completion, plain: ns.Completion, seconds: float) -> tuple[bool, str]:
+    """Whether a completion is plain decoding's, byte for byte, and a line that says so."""
+
+    def same(a: list[float], b: list[float]) -> bool:
+        return array("d", a).tobytes() == array("d", b).tobytes()
+
+    rate = f"plain decoding: {len(plain.tokens)} tokens, {len(plain.tokens) / seconds:.1f} tok/s"
+    if out.tokens == plain.tokens and same(out.target_logp, plain.target_logp):
+        return True, f"[{rate}; tokens and target log-probs are equal as bytes]"
+    pairs = zip(out.tokens, plain.tokens, out.target_logp, plain.target_logp, strict=False)
+    first = next((i for i, (a, b, p, q) in enumerate(pairs) if a != b or not same([p], [q])), None)
+    where = "in their length" if first is None else f"from token {first} on"
+    return False, f"[{rate}; DIFFERENT {where}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

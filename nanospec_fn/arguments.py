@@ -1,0 +1,133 @@
+"""What the command lines share: options and their environment, checks before any model is loaded, strict JSON.
+
+An option that is wrong ends the program with exit code 2 and one line that names it.
+"""
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import nanospec_fn as ns
+from nanospec_fn import weights
+from nanospec_fn.model import Model
+
+T = TypeVar("T")
+
+DRAFTS = ("eagle", "ngram", "frozen", "none")
+BACKENDS = ("auto", "sdpa", "canonical", "flashinfer")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that takes no abbreviations and whose errors are one line."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """--model, --draft, --device, --backend."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--model", default="auto", help='"smollm2", a folder, a .gguf file or a hub id (NANOSPEC_MODEL, else smollm2)'
+    )
+    group.add_argument(
+        "--draft",
+        type=draft_name,
+        default="auto",
+        metavar="|".join((*DRAFTS, "eagle:X", "model:X")),
+        help="X: a folder or hub id (eagle:NANOSPEC_EAGLE, else the head bundled with the model, else ngram)",
+    )
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (NANOSPEC_DEVICE, else auto)")
+    group.add_argument("--backend", default=None, help=f"{', '.join(BACKENDS)} (NANOSPEC_BACKEND, else auto)")
+
+
+def draft_name(text: str) -> str:
+    """The type of --draft."""
+    kind, _, name = text.partition(":")
+    if text in (*DRAFTS, "auto") or (kind in ("eagle", "model") and name):
+        return text
+    raise argparse.ArgumentTypeError(f"must be one of {', '.join((*DRAFTS, 'eagle:X', 'model:X'))}, got {text!r}")
+
+
+def positive(text: str) -> int:
+    """The type of a count."""
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 2147483647, got {text!r}")
+    return int(text)
+
+
+def environment(parser: argparse.ArgumentParser, name: str, convert: Callable[[str], T], default: T) -> T:
+    """An environment variable's value, or the default where it is unset or empty."""
+    text = os.environ.get(name)
+    if not text:
+        return default
+    try:
+        return convert(text)
+    except ValueError:
+        parser.error(f"environment variable {name}: invalid {convert.__name__} value: {text!r}")
+
+
+def check_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse a device or backend that this machine cannot serve; fills in args.backend."""
+    args.backend = args.backend or os.environ.get("NANOSPEC_BACKEND") or "auto"
+    if args.backend not in BACKENDS:
+        parser.error(f"argument --backend: must be one of {', '.join(BACKENDS)}, got {args.backend!r}")
+    try:
+        device = weights.pick_device(args.device)
+    except ValueError as error:
+        parser.error(f"argument --device: {error}")
+    if args.backend in ("canonical", "flashinfer") and device.type != "cuda":
+        parser.error(f"argument --backend: {args.backend} needs a CUDA device, got {device}")
+
+
+def checked(parser: argparse.ArgumentParser, make: Callable[..., T], options: Mapping[str, tuple[str, Any]]) -> T:
+    """`make(**fields)`, validated; a ValueError that begins with a field's name is told by its option.
+
+    Args: options: field -> (option, value).
+    """
+    made = make(**{field: value for field, (_, value) in options.items()})
+    try:
+        made.validate()  # type: ignore[attr-defined]
+    except ValueError as error:
+        option = options.get(str(error).split()[0].rstrip(":"), ("", None))[0]
+        parser.error(f"argument {option}: {error}" if option else str(error))
+    return made
+
+
+def load_draft(name: str, model: Model) -> tuple[str, ns.Draft | None]:
+    """A draft by its --draft name, and that name.
+
+    "auto": $NANOSPEC_EAGLE, else the model's bundled head, else ngram.
+    """
+    head = os.environ.get("NANOSPEC_EAGLE")
+    if name == "auto" and head:
+        name = f"eagle:{head}"
+    elif name == "auto":
+        try:
+            return "eagle", ns.load_draft("eagle", model)
+        except (ValueError, FileNotFoundError):  # no head comes with this model
+            name = "ngram"
+    return name, ns.load_draft(name, model)
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """One line of strict JSON: a number that is not finite becomes null."""
+    return json.dumps(_finite(record), allow_nan=False, ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy's and torch's scalars and arrays
+        return _finite(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,140 @@
+"""Attention over paged KV, as interchangeable backends of one shape.
+
+A backend is a hashable value with two methods: `plan(rows, page_table)`, made once a pass, and
+`layer(plan, pool, q, k, v, put)`, which stores the rows' keys and values in one layer's pool and attends.
+
+Storage and logic differ only in a draft tree: there, row r keeps its KV at storage position `store`, while its keys
+in order are the committed prefix and then its ancestors by depth. Element j of a row's sequence is always position j,
+so a tree row, a chain row, a decode row and a prefill row at one position do the same arithmetic.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nanospec_fn import pages
+from nanospec_fn.kernels import cpu as kernels
+from nanospec_fn.model import AttendLayer, group_heads, ungroup_heads
+from nanospec_fn.pages import Write
+from nanospec_fn.struct import state
+
+DEAD = -1
+
+
+@state
+class Rows:
+    """What one pass runs over: R rows for each of B slots."""
+
+    token: Tensor  # [B, R] int32, in range even where dead
+    position: Tensor  # [B, R] int32, the last position that the row sees (its own); DEAD: padding
+    store: Tensor  # [B, R] int32, storage position of its KV; any value where dead
+    base: Tensor  # [B] int32, positions below are read where they stand
+    path: Tensor | tuple[()]  # [B, R, J] int32, storage position of position base + j; () where storage is position
+
+
+def chain(token: Tensor, first: Tensor, count: Tensor) -> Rows:
+    """Rows that stand one after another: token [B, R], from position first [B]; the first count [B] are live."""
+    lane = torch.arange(token.shape[1], dtype=torch.int32, device=token.device)
+    position = torch.where(lane < count[:, None], first[:, None] + lane, DEAD)
+    return Rows(token=token, position=position, store=position, base=first, path=())
+
+
+class Attend(Protocol):
+    """A backend. Both methods are pure but for what `put` does to the pool."""
+
+    def plan(self, rows: Rows, page_table: Tensor) -> Any:
+        """Whatever the layers of this pass share; page_table [B, M] int32."""
+
+    def layer(self, plan: Any, pool: Tensor, q: Tensor, k: Tensor, v: Tensor, put: Write) -> tuple[Tensor, Tensor]:
+        """q [n, H, D], k, v [n, K, D], n = B * R -> the pool with k, v stored, and [n, H, D]."""
+
+
+@state
+class Plan:
+    """Index tensors of one pass of `Sdpa`."""
+
+    page: Tensor  # [B, R] where each row's KV goes
+    offset: Tensor  # [B, R]
+    parts: tuple[tuple[Tensor, Tensor, Tensor, Tensor], ...]  # (page, offset, read, mask) of kernels.attention's parts
+
+
+@dataclass(frozen=True)
+class Sdpa:
+    """Blockwise softmax attention in plain torch, on any device; the oracle. Row-canonical on a CPU."""
+
+    page_size: int
+
+    def plan(self, rows: Rows, page_table: Tensor) -> Plan:
+        width = page_table.shape[1] * self.page_size
+        if not rows.position.is_cuda:  # a shape that depends on data is free here, and a trap inside a CUDA graph
+            width = min(width, int(rows.position.max()) + 1)
+        page, offset = pages.locate(page_table, torch.where(rows.position == DEAD, DEAD, rows.store), self.page_size)
+        if isinstance(rows.path, Tensor):
+            start = rows.base // kernels.KV_BLOCK * kernels.KV_BLOCK
+            parts = (self._prefix(rows, page_table, start, width), self._tails(rows, rows.path, page_table, start))
+        else:
+            parts = (self._prefix(rows, page_table, None, width),)
+        return Plan(page=page, offset=offset, parts=parts)
+
+    def _prefix(self, rows: Rows, page_table: Tensor, start: Tensor | None, width: int) -> tuple[Tensor, ...]:
+        """Keys that a slot's rows share, by position: [B, T], up to `start` [B] where the tails begin."""
+        column = torch.arange(_whole_blocks(width), device=page_table.device)
+        mask = column <= rows.position[:, :, None]
+        if start is not None:
+            mask = mask & (column < start[:, None, None])
+        read = mask.any(1)
+        return *self._locate(page_table, column.expand(read.shape), read), read, mask
+
+    def _tails(self, rows: Rows, path: Tensor, page_table: Tensor, start: Tensor) -> tuple[Tensor, ...]:
+        """Keys of each row by itself, from the block that holds position `base`: [B, R, T]."""
+        j = path.shape[2]
+        position = start[:, None] + torch.arange(_whole_blocks(kernels.KV_BLOCK - 1 + j), device=start.device)  # [B, T]
+        depth = (position - rows.base[:, None])[:, None].expand(-1, path.shape[1], -1)  # [B, R, T]
+        ancestor = path.gather(2, depth.clamp(0, j - 1).long())
+        storage = torch.where(depth < 0, position[:, None], ancestor)
+        read = position[:, None] <= rows.position[:, :, None]
+        b, r, t = read.shape
+        page, offset = self._locate(page_table, storage.reshape(b, -1), read.reshape(b, -1))
+        return page.view(b, r, t), offset.view(b, r, t), read, read
+
+    def _locate(self, page_table: Tensor, position: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
+        return pages.locate(page_table, torch.where(read, position, DEAD), self.page_size)
+
+    def layer(self, plan: Plan, pool: Tensor, q: Tensor, k: Tensor, v: Tensor, put: Write) -> tuple[Tensor, Tensor]:
+        pool = pages.write(pool, plan.page, plan.offset, k, v, put)
+        b, r = plan.page.shape
+        kv_heads, d = pool.shape[3:]
+        q = group_heads(q.view(b, r, -1, d), kv_heads)
+        groups = q.shape[1] // r
+        parts = []
+        for page, offset, read, mask in plan.parts:
+            keys, values = pages.read(pool, page, offset)  # [B, T, K, D], or [B, R, T, K, D] for tails
+            values = torch.where(read[..., None, None], values, 0)  # what no row may see can hold anything
+            mask = mask[:, None].repeat_interleave(groups, 2).expand(-1, kv_heads, -1, -1).reshape(b * kv_heads, r * groups, -1)
+            parts.append((_by_head(keys), _by_head(values), mask))
+        return pool, ungroup_heads(kernels.attention(q, parts, d**-0.5), b, kv_heads, r)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[B, T, K, D] -> [B * K, T, D], or [B, R, T, K, D] -> [B * K * R, T, D]."""
+    return x.movedim(-2, 1).reshape(-1, x.shape[-3], x.shape[-1])
+
+
+def _whole_blocks(n: int) -> int:
+    return max(1, -(-n // kernels.KV_BLOCK)) * kernels.KV_BLOCK
+
+
+def through(
+    attend: Attend, rows: Rows, page_table: Tensor, pools: Sequence[Tensor], put: Write
+) -> tuple[list[Tensor], AttendLayer]:
+    """A pass's attention, layer by layer, and the list that holds the pools as the layers leave them."""
+    plan, out = attend.plan(rows, page_table), list(pools)
+
+    def layer(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out[i], mixed = attend.layer(plan, out[i], q, k, v, put)
+        return mixed
+
+    return out, layer

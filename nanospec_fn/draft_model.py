@@ -1,0 +1,263 @@
+"""Drafting with a model: an EAGLE-3 head, or another Llama. `grow` is the loop that both share.
+
+Shapes: B slots, R rows of a slot, m rows of a level, k top_k, F feature width, Vd draft vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from nanospec_fn import attention, draft, eagle, model, rng, slots, trees, weights
+from nanospec_fn.attention import DEAD, Attend, Rows
+from nanospec_fn.draft import Draft, PoolShape, Speculation, State
+from nanospec_fn.kernels import cpu as kernels
+from nanospec_fn.model import Model
+from nanospec_fn.pages import Write
+from nanospec_fn.slots import Slots
+from nanospec_fn.struct import replace
+from nanospec_fn.trees import Tree
+
+
+class Recurrent(Protocol):
+    """A draft model with KV of its own, as `grow` drives it."""
+
+    @property
+    def shift(self) -> int:
+        """The row that takes in the token of position t stands at position t - shift."""
+
+    def run(
+        self, params: Any, state: State, rows: Rows, feature: Tensor, s: Slots, attend: Attend, put: Write
+    ) -> tuple[State, Tensor]:
+        """One pass: rows [B, R], feature [B, R, F] -> state, and the recurrent feature [B, R, F']."""
+
+    def logits(self, params: Any, hidden: Tensor) -> Tensor:
+        """[n, F'] of `run` -> [n, Vd] fp32."""
+
+    def target_id(self, params: Any) -> Tensor | tuple[()]:
+        """[Vd] int64, the target's token for each draft token; () for the identity."""
+
+
+def grow(
+    method: Recurrent,
+    params: Any,
+    state: State,
+    s: Slots,
+    live: Tensor,
+    spec: Speculation,
+    attend: Attend,
+    put: Write,
+) -> tuple[State, Tree]:
+    """Run the draft over the newest tokens, with true features, then draft level by level. See `Method.propose`."""
+    b, k = len(live), spec.top_k
+    lane = torch.arange(state.feature.shape[1], dtype=torch.int32, device=live.device)
+    unseen = torch.where(live, s.unseen, 0)
+    first = s.total - s.unseen
+    rows = attention.chain(slots.tokens_at(s, first[:, None] + lane), first - method.shift, unseen)
+    state_, hidden = method.run(params, state, rows, state.feature, s, attend, put)
+    if not spec.depth:
+        return state_, draft.empty_trees(b, 0, live.device)
+    hidden = _rows_at(hidden, (unseen - 1).clamp_min(0)[:, None])
+
+    base = s.total - method.shift  # where the rows of depth-1 nodes stand
+    tree = draft.empty_trees(b, k * spec.depth, live.device)
+    for depth in range(1, spec.depth + 1):
+        token, logp = _candidates(method, params, hidden, s, depth, spec)
+        tree = torch.func.vmap(lambda t, i, p, d=depth: trees.expand(t, d, i, p))(tree, token, logp)
+        if depth == spec.depth:
+            break
+        level = torch.func.vmap(lambda t, d=depth: trees.level(t, d, k))(tree)
+        parent = torch.func.vmap(lambda n, d=depth: trees.parent_row(n, d, k))(level)
+        node = torch.arange((depth - 1) * k, depth * k, dtype=torch.int32, device=live.device)
+        rows = _level_rows(tree, level, node, depth, base, live, chain=k == 1)
+        state_, hidden = method.run(params, state_, rows, _rows_at(hidden, parent), s, attend, put)
+    if spec.nodes < k * spec.depth:
+        tree = torch.func.vmap(lambda t: trees.prune(t, spec.nodes, k))(tree)
+    return state_, tree
+
+
+def _rows_at(x: Tensor, row: Tensor) -> Tensor:
+    """x [B, R, F], row [B, m] -> [B, m, F]."""
+    return x.gather(1, row.long()[:, :, None].expand(-1, -1, x.shape[2]))
+
+
+def _level_rows(
+    tree: Tree, level: Tree, node: Tensor, depth: int, base: Tensor, live: Tensor, chain: bool
+) -> Rows:
+    """The nodes of one level as rows; node i keeps its KV at base + i."""
+    path: Tensor | tuple[()] = ()
+    if not chain:
+        nodes = torch.func.vmap(lambda t: trees.path(t, node, depth))(tree)
+        path = base[:, None, None] + nodes.clamp_min(0)
+    return Rows(
+        token=level.token.clamp_min(0),
+        position=torch.where(live[:, None] & (level.token != Tree.NONE), base[:, None] + depth - 1, DEAD),
+        store=base[:, None] + node,
+        base=base,
+        path=path,
+    )
+
+
+def _candidates(
+    method: Recurrent, params: Any, hidden: Tensor, s: Slots, depth: int, spec: Speculation
+) -> tuple[Tensor, Tensor]:
+    """The top_k continuations of every row of a level: hidden [B, m, F'] -> target ids, log-probs [B, m, k]."""
+    b, m, _ = hidden.shape
+    target_id = method.target_id(params)
+    logits = method.logits(params, hidden.flatten(0, 1))
+    if spec.coupled:
+        logits = logits.view(b, m, -1)
+        key = rng.draw_key(s.controls.key, s.total + depth - 1, rng.TARGET)
+        ids = torch.arange(logits.shape[2], device=logits.device) if isinstance(target_id, tuple) else target_id
+        noise = rng.gumbel_at(key[:, None], ids)[:, None]
+        temperature = s.controls.temperature[:, None, None]
+        greedy = temperature == 0
+        logits = torch.where(greedy, logits, logits / torch.where(greedy, 1.0, temperature) + noise).flatten(0, 1)
+    logp, token = kernels.log_softmax(logits).topk(spec.top_k, dim=-1)
+    if isinstance(target_id, Tensor):
+        token = target_id[token]
+    return token.view(b, m, -1), logp.view(b, m, -1)
+
+
+@dataclass(frozen=True)
+class ModelCopy:
+    """Another Llama of the same vocabulary drafts, from tokens alone."""
+
+    cfg: model.Config
+    taps: tuple[int, ...] = ()
+    shift: int = 0
+
+    def check(self, spec: Speculation) -> None:
+        check_top_k(spec, self.cfg.vocab_size)
+
+    def init(self, shape: PoolShape, num_slots: int, width: int) -> State:
+        pools = shape.pools(self.cfg, self.cfg.num_layers)
+        return State(pools=pools, feature=shape.features(num_slots, width, 0))
+
+    def fuse(self, params: Any, taps: Tensor) -> Tensor:
+        return taps
+
+    def prefill(
+        self, params: Any, state: State, rows: Rows, features: Tensor, s: Slots, attend: Attend, put: Write
+    ) -> State:
+        return self.run(params, state, rows, state.feature, s, attend, put)[0]
+
+    def propose(
+        self, params: Any, state: State, s: Slots, live: Tensor, spec: Speculation, attend: Attend, put: Write
+    ) -> tuple[State, Tree]:
+        return grow(self, params, state, s, live, spec, attend, put)
+
+    def run(
+        self, params: Any, state: State, rows: Rows, feature: Tensor, s: Slots, attend: Attend, put: Write
+    ) -> tuple[State, Tensor]:
+        pools, layer = attention.through(attend, rows, s.page_table, state.pools, put)
+        token, position = rows.token.flatten(), rows.position.clamp_min(0).flatten()
+        x, _ = model.hidden(params.draft, self.cfg, token, position, layer)
+        return replace(state, pools=tuple(pools)), x.view(*rows.token.shape, -1)
+
+    def logits(self, params: Any, hidden: Tensor) -> Tensor:
+        return model.logits(params.draft, self.cfg, hidden)
+
+    def target_id(self, params: Any) -> tuple[()]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Eagle3:
+    """An EAGLE-3 head: the row of token t + 1 takes the target's feature t and stands at position t."""
+
+    cfg: eagle.HeadConfig
+    shift: int = 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.cfg.taps
+
+    def check(self, spec: Speculation) -> None:
+        check_top_k(spec, self.cfg.draft_vocab_size)
+
+    def init(self, shape: PoolShape, num_slots: int, width: int) -> State:
+        feature = shape.features(num_slots, width, self.cfg.hidden_size)
+        return State(pools=shape.pools(self.cfg, 1), feature=feature)
+
+    def fuse(self, params: Any, taps: Tensor) -> Tensor:
+        return eagle.fuse(params.draft, self.cfg, taps)
+
+    def prefill(
+        self, params: Any, state: State, rows: Rows, features: Tensor, s: Slots, attend: Attend, put: Write
+    ) -> State:
+        features = features.view(*rows.token.shape, -1)
+        # The chunk's tokens complete the pairs of the positions before theirs; the last position's pair waits.
+        shifted = torch.cat((state.feature[:, :1], features[:, :-1]), dim=1)
+        live = rows.position != DEAD
+        live = torch.cat((live[:, :1] & (s.unseen > 0)[:, None], live[:, 1:]), dim=1)
+        position = torch.where(live, rows.position - self.shift, DEAD)
+        pairs = replace(rows, position=position, store=position, base=rows.base - self.shift)
+        new, _ = self.run(params, state, pairs, shifted, s, attend, put)
+        count = (rows.position != DEAD).sum(1, keepdim=True)
+        last = _rows_at(features, (count - 1).clamp_min(0))
+        first = torch.where(count[:, :, None] > 0, last, state.feature[:, :1])
+        return replace(new, feature=torch.cat((first, state.feature[:, 1:]), dim=1))
+
+    def propose(
+        self, params: Any, state: State, s: Slots, live: Tensor, spec: Speculation, attend: Attend, put: Write
+    ) -> tuple[State, Tree]:
+        return grow(self, params, state, s, live, spec, attend, put)
+
+    def run(
+        self, params: Any, state: State, rows: Rows, feature: Tensor, s: Slots, attend: Attend, put: Write
+    ) -> tuple[State, Tensor]:
+        pools, layer = attention.through(attend, rows, s.page_table, state.pools, put)
+        out = eagle.advance(
+            params.draft,
+            self.cfg,
+            params.target.embed,
+            rows.token.flatten(),
+            feature.flatten(0, 1),
+            rows.position.clamp_min(0).flatten(),
+            lambda q, k, v: layer(0, q, k, v),
+        )
+        return replace(state, pools=tuple(pools)), out.view(*rows.token.shape, -1)
+
+    def logits(self, params: Any, hidden: Tensor) -> Tensor:
+        target = params.target.head if isinstance(params.target.head, Tensor) else params.target.embed
+        return eagle.logits(params.draft, self.cfg, hidden, target)
+
+    def target_id(self, params: Any) -> Tensor:
+        return params.draft.target_id
+
+
+def check_top_k(spec: Speculation, vocab: int) -> None:
+    if spec.top_k > vocab:
+        raise ValueError(f"top_k is {spec.top_k}, the draft's vocabulary has {vocab} tokens")
+
+
+def load_draft(name: str, model: Model) -> Draft | None:
+    """A draft for a target.
+
+    Args:
+      name: "none" (returns None), "ngram", "frozen" (a copy of the model's weights as they are now), "model:X" or
+        "eagle:X", X a folder or hub id as for `load`.
+    Errors: ValueError for an unknown name, or a draft that does not fit the target; FileNotFoundError.
+    """
+    kind, _, source = name.partition(":")
+    if name == "none":
+        return None
+    if name == "ngram":
+        return Draft(draft.Ngram())
+    if name == "frozen":
+        return Draft(ModelCopy(model.cfg), pytree.tree_map(lambda x: x.clone(), model.params))
+    if kind == "model" and source:
+        device, dtype = model.params.embed.device, model.params.embed.dtype
+        other = weights.load(source, device=str(device), dtype=str(dtype).removeprefix("torch."))
+        if other.cfg.vocab_size != model.cfg.vocab_size:
+            raise ValueError(
+                f"draft {source} has a vocabulary of {other.cfg.vocab_size}, the target of {model.cfg.vocab_size}"
+            )
+        return Draft(ModelCopy(other.cfg), other.params)
+    if kind == "eagle" and source:
+        cfg, params = weights.load_eagle(source, model)
+        return Draft(Eagle3(cfg), params)
+    raise ValueError(f'draft is {name!r}; known are "none", "ngram", "frozen", "model:PATH_OR_ID" and "eagle:PATH_OR_ID"')

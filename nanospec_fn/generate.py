@@ -1,0 +1,250 @@
+"""Prompts in, completions out: `generate`, `stream` and `score`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from tqdm import tqdm
+
+from nanospec_fn import chat, step
+from nanospec_fn.draft import Draft, Speculation
+from nanospec_fn.engine import Engine, Request, Update, serve
+from nanospec_fn.model import Model, forward
+from nanospec_fn.sampling import Sampling, controls, log_probs
+from nanospec_fn.step import EngineConfig
+from nanospec_fn.struct import replace
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Completion:
+    """What a prompt became. Log-probs are in nats; lists have one entry per token, `accepted` one per round."""
+
+    tokens: list[int] = field(default_factory=list)  # the stop token included
+    text: str | None = None  # without the stop token; None without a tokenizer
+    target_logp: list[float] = field(default_factory=list)
+    behaviour_logp: list[float] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop", "length", "aborted" or "error"
+    accepted: list[int] = field(default_factory=list)  # drafted tokens that were emitted
+    origin: list[int] = field(default_factory=list)  # 0: the target's own token; d: a draft node at depth d
+    error: str | None = None  # why, where finish_reason is "error"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step added to one completion."""
+
+    index: int  # of the prompt
+    tokens: list[int]
+    text: str  # whole characters only; "" without a tokenizer
+    finish_reason: str | None
+    origin: list[int]  # as in Completion, for these tokens
+    accepted: int | None  # drafted tokens that were emitted; None where the chunk is no round's
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    draft: Draft | None = None,
+    speculation: Speculation | None = None,
+    engine: EngineConfig | Engine | None = None,
+    progress: bool = False,
+    on_error: str = "raise",
+) -> list[Completion]:
+    """Complete every prompt.
+
+    Args:
+      prompts: texts (the chat template applied where the tokenizer has one) or token ids.
+      sampling: one for all, or one per prompt; None: greedy, 128 tokens.
+      draft, speculation: how tokens are proposed; None: plain decoding. A prepared engine has its own.
+      engine: sizes, or what `prepare` returned; None, or no `num_pages`: a pool that holds these prompts.
+      progress: show a progress bar on stderr.
+      on_error: "raise", or "return": a prompt that can never fit gets finish_reason "error", the others are served.
+    Returns: completions in the order of the prompts. Ctrl-C returns early: unfinished ones carry what they have and
+      finish_reason "aborted".
+    Errors: ValueError, before any work, naming the parameter, or the index of a prompt that can never fit.
+    """
+    job = _job(model, prompts, sampling, draft, speculation, engine, on_error)
+    with tqdm(total=len(job.completions), unit="prompt", disable=not progress) as bar:
+        bar.update(len(job.completions) - len(job.requests))
+        tokens = 0
+        try:
+            for update in job.run():
+                tokens += len(update.tokens)
+                bar.set_postfix(tokens=tokens, refresh=False)
+                bar.update(update.finish_reason is not None)
+        except KeyboardInterrupt:
+            job.abort()
+    return job.completions
+
+
+def stream(
+    model: Model,
+    prompts: Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    draft: Draft | None = None,
+    speculation: Speculation | None = None,
+    engine: EngineConfig | Engine | None = None,
+    on_error: str = "raise",
+) -> Iterator[Chunk]:
+    """`generate`, piece by piece: an iterator of chunks, one whenever a completion grows or ends.
+
+    Arguments and errors as for `generate`; bad arguments raise here, not at the first chunk.
+    """
+    return _chunks(_job(model, prompts, sampling, draft, speculation, engine, on_error))
+
+
+def _chunks(job: "_Job") -> Iterator[Chunk]:
+    shown = [0] * len(job.completions)
+    for index, completion in enumerate(job.completions):
+        if completion.finish_reason:
+            yield Chunk(index, [], "", completion.finish_reason, [], None)
+    for update in job.run():
+        completion = job.completions[update.index]
+        text = job.text(completion) or ""
+        if not update.finish_reason:
+            text = text.rstrip("\ufffd")  # a character that lies across tokens is held back until it is whole
+        added, shown[update.index] = text[shown[update.index] :], len(text)
+        yield Chunk(update.index, update.tokens, added, update.finish_reason, update.origin, update.accepted)
+
+
+def score(model: Model, prompt: Prompt, tokens: Sequence[int], sampling: Sampling | None = None) -> list[float]:
+    """The target log-prob of given tokens after a prompt, by one pass without a cache: the same bits as `generate`'s.
+
+    Returns: nats, one per token.
+    Errors: ValueError for an empty prompt, a token out of range, or more tokens than the context.
+    """
+    sampling = Sampling() if sampling is None else sampling
+    sampling.validate()
+    context = chat.encode(model.tokenizer, prompt)
+    _check_tokens([*context, *tokens], model)
+    if not tokens:
+        return []
+    device = model.params.embed.device
+    with torch.no_grad():
+        logits = forward(model.params, model.cfg, torch.tensor([[*context, *tokens[:-1]]], device=device))
+    rows = logits[0, len(context) - 1 :]
+    c = controls([sampling] * len(rows), device)
+    logp = log_probs(rows, c.temperature, c.top_k, c.top_p)
+    return logp.gather(1, torch.tensor([*tokens], device=device)[:, None])[:, 0].tolist()
+
+
+@dataclass
+class _Job:
+    """A call's requests on their engine, and what has come of them."""
+
+    engine: Engine
+    requests: list[Request]
+    origin: list[int]  # the prompt of each request: those that can never fit are none
+    completions: list[Completion]
+
+    def run(self) -> Iterator[Update]:
+        with torch.no_grad():
+            for update in serve(self.engine, self.requests):
+                update = replace(update, index=self.origin[update.index])
+                self._add(update)
+                yield update
+
+    def _add(self, update: Update) -> None:
+        completion = self.completions[update.index]
+        for name in ("tokens", "target_logp", "behaviour_logp", "origin"):
+            getattr(completion, name).extend(getattr(update, name))
+        if update.accepted is not None:
+            completion.accepted.append(update.accepted)
+        if update.finish_reason:
+            self._finish(completion, update.finish_reason)
+
+    def _finish(self, completion: Completion, reason: str) -> None:
+        completion.finish_reason = reason
+        completion.text = self.text(completion)
+
+    def text(self, completion: Completion) -> str | None:
+        """The text so far, the stop token left out."""
+        stopped = completion.finish_reason == "stop"
+        return chat.decode(self.engine.model.tokenizer, completion.tokens[:-1] if stopped else completion.tokens)
+
+    def abort(self) -> None:
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                self._finish(completion, "aborted")
+
+
+def _job(
+    model: Model,
+    prompts: Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling] | None,
+    draft: Draft | None,
+    speculation: Speculation | None,
+    engine: EngineConfig | Engine | None,
+    on_error: str,
+) -> _Job:
+    """Check every argument, then make the engine; nothing has run when this raises."""
+    if on_error not in ("raise", "return"):
+        raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
+    if isinstance(prompts, str):
+        raise ValueError("prompts must be a list of prompts, got one string")
+    requests = _requests(model, prompts, sampling)
+    if isinstance(engine, Engine):
+        if (draft is not None and draft is not engine.draft) or speculation is not None or model is not engine.model:
+            raise ValueError("engine was prepared with a model, draft and speculation of its own; pass no others")
+    else:
+        engine = _sized(model, requests, draft, speculation, engine or EngineConfig())
+    for request in requests:
+        engine.program.check_request(request.sampling)
+    fit = [engine.program.fits(len(r.tokens)) for r in requests]
+    for index, reason in enumerate(fit):
+        if reason and on_error == "raise":
+            raise ValueError(f"prompt {index} can never fit: {reason}")
+    completions = [Completion(finish_reason="error", error=reason) if reason else Completion() for reason in fit]
+    return _Job(
+        engine=engine,
+        requests=[r for r, reason in zip(requests, fit, strict=True) if not reason],
+        origin=[i for i, reason in enumerate(fit) if not reason],
+        completions=completions,
+    )
+
+
+def _requests(
+    model: Model, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None
+) -> list[Request]:
+    if sampling is None or isinstance(sampling, Sampling):
+        sampling = [sampling or Sampling()] * len(prompts)
+    if len(sampling) != len(prompts):
+        raise ValueError(f"sampling has {len(sampling)} entries for {len(prompts)} prompts")
+    requests = []
+    for index, (prompt, one) in enumerate(zip(prompts, sampling, strict=True)):
+        try:
+            one.validate()
+            tokens = chat.encode(model.tokenizer, prompt)
+            _check_tokens(tokens, model)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
+        requests.append(Request(tuple(tokens), one))
+    return requests
+
+
+def _check_tokens(tokens: Sequence[int], model: Model) -> None:
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < model.cfg.vocab_size:
+            raise ValueError(f"token {token!r} is no id of the vocabulary of {model.cfg.vocab_size}")
+
+
+def _sized(
+    model: Model,
+    requests: list[Request],
+    draft: Draft | None,
+    speculation: Speculation | None,
+    config: EngineConfig,
+) -> Engine:
+    """An engine for just these requests: no more slots than prompts, and pages for the longest of them at once."""
+    config.validate()
+    max_slots = max(1, min(config.max_slots, len(requests)))
+    num_pages = config.num_pages
+    if num_pages is None:
+        ahead = step.lookahead(draft, speculation)
+        room = [len(r.tokens) + r.sampling.max_tokens for r in requests if len(r.tokens) < model.cfg.max_context]
+        longest = sorted((min(n, model.cfg.max_context) + ahead + 1 for n in room), reverse=True)[:max_slots]
+        num_pages = sum(-(-n // config.page_size) for n in longest) or 1
+    return Engine(model, draft, replace(config, max_slots=max_slots, num_pages=num_pages), speculation)

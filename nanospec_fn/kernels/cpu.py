@@ -1,0 +1,185 @@
+"""Row-canonical arithmetic on a CPU: a row's bits depend on that row alone.
+
+What the library's CPU kernels guarantee is little (docs/numerics.md has the measurements), so each function here
+states what it leans on. The whole set is tested for invariance over row counts, and `pick_gemm` tests the part
+that differs between processors before it is used.
+
+Shapes: n rows, K/N the inner and outer width of a matrix.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ROW_BLOCK = 4  # fewer rows than this take other kernels (gemv) with other bits
+
+
+def pick_gemm(dtype: torch.dtype = torch.float32) -> str:
+    """Name the fastest GEMM of this machine that is row-invariant in a short test.
+
+    Returns: "onednn", "blocked" or, if neither holds here, raises RuntimeError.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(72, 1536, generator=generator).to(dtype)
+    weights = [torch.randn(n, k, generator=generator).to(dtype) for n, k in ((576, 1536), (200, 96), (2048, 64))]
+    for gemm in ("onednn", "blocked"):
+        if gemm == "onednn" and not _has_onednn(dtype):
+            continue
+        if all(_row_invariant(x[:, : w.shape[1]].contiguous(), w, gemm) for w in weights):
+            return gemm
+    raise RuntimeError("no row-invariant matrix product was found on this CPU; promise G1 cannot hold here")
+
+
+def _row_invariant(x: Tensor, w: Tensor, gemm: str) -> bool:
+    whole = linear(x, w, gemm)
+    return all(torch.equal(linear(x[5 : 5 + n], w, gemm), whole[5 : 5 + n]) for n in (1, 2, 3, 4, 7, 8, 21, 64))
+
+
+def _has_onednn(dtype: torch.dtype) -> bool:
+    try:
+        _onednn(torch.ones(ROW_BLOCK, 8, dtype=dtype), torch.ones(8, 8, dtype=dtype))
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _onednn(x: Tensor, w: Tensor) -> Tensor:
+    # The operator that TorchInductor emits for a linear layer. Unlike F.linear, which goes to MKL's sgemm, oneDNN
+    # walks K in one order for every row count from 2 on, reads the plain weight and is 2x faster at few rows.
+    return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+
+
+def linear(x: Tensor, w: Tensor, gemm: str) -> Tensor:
+    """x [n, K] @ w [N, K]^T -> [n, N]. `gemm`: "onednn", "blocked", or "library" (F.linear: no promise on bits)."""
+    if gemm == "library":
+        return torch.nn.functional.linear(x, w)
+    if torch.is_grad_enabled():
+        return _Linear.apply(x, w, gemm)
+    return _product(x, w, gemm)  # autograd.Function costs as much as a small product
+
+
+def _product(x: Tensor, w: Tensor, gemm: str) -> Tensor:
+    n = x.shape[0]
+    padded = pad_rows(x, ROW_BLOCK)
+    if gemm == "onednn":
+        return _onednn(padded, w)[:n]
+    blocks = [w @ block.t() for block in padded.split(ROW_BLOCK)]
+    return torch.cat(blocks, dim=1).t()[:n].contiguous()
+
+
+class _Linear(torch.autograd.Function):
+    """The canonical product with the library's backward, usable under torch.func."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, gemm: str) -> Tensor:
+        return _product(x, w, gemm)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def, override]
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x, None
+
+
+def pad_rows(x: Tensor, multiple: int) -> Tensor:
+    """Zero rows appended until the first dimension is a positive multiple of `multiple`."""
+    short = -x.shape[0] % multiple if x.shape[0] else multiple
+    return torch.nn.functional.pad(x, (0, 0, 0, short)).contiguous() if short else x.contiguous()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [n, E] normalised per row in fp32, times weight [E]; at least ROW_BLOCK rows go in, as a lone row sums in
+    another order when it is wide."""
+    n = x.shape[0]
+    wide = pad_rows(x, ROW_BLOCK).float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight * (wide * scale).to(x.dtype))[:n]
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    """x [n, V] -> [n, V]."""
+    return torch.log_softmax(pad_rows(x, ROW_BLOCK), dim=-1)[: x.shape[0]]
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [n, 2I] -> silu(gate) * up [n, I]. Through exp: F.silu's vector and scalar paths differ in bits."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [n, heads, D] by cos, sin [n, D/2]; pair i is (i, i + D/2), as in Hugging Face checkpoints."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+KV_BLOCK = 64  # positions per block of the contraction over keys; page sizes divide it
+
+
+def attention(q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], scale: float) -> Tensor:
+    """Softmax attention whose sums run over blocks of KV_BLOCK positions in order, block by block.
+
+    A block that is masked for a row adds exactly zero to that row, so neither padding nor the length of the
+    neighbours changes its bits. The maximum needs no order.
+
+    Args:
+      q: [n, M, D], rows of n groups.
+      parts: (k [n * f, T, D], v [n * f, T, D], mask [n, M, T]) in order of position, T a multiple of KV_BLOCK. With
+        f = 1 a group's rows share their keys; otherwise f divides M and each M / f consecutive rows have their own.
+        v must be finite where every row is masked.
+      scale: multiplies the scores.
+    Returns: [n, M, D]; 0 for a row that is masked everywhere.
+    """
+    n, m, d = q.shape
+    scores = []
+    for k, _, mask in parts:
+        s = _scores(q.reshape(k.shape[0], -1, d), k) * scale
+        s = _merge_rows(s, n)
+        scores.append(s.masked_fill(~mask.view(n, m, -1, KV_BLOCK).transpose(1, 2), -torch.inf))
+    top = torch.stack([s.amax(dim=(1, 3)) for s in scores]).amax(0).detach()
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    total, out = q.new_zeros(n, m, 1), torch.zeros_like(q)
+    for s, (_, v, _) in zip(scores, parts, strict=True):
+        p = torch.exp(s - top[:, None, :, None])
+        mass, mixed = p.sum(-1, keepdim=True), _merge_rows(_mix(_split_rows(p, v.shape[0]), v), n)
+        for j in range(p.shape[1]):
+            total = total + mass[:, j]
+            out = out + mixed[:, j]
+    return out / total.clamp_min(torch.finfo(q.dtype).tiny)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """q [g, m, D], k [g, T, D] -> [g, T / KV_BLOCK, m, KV_BLOCK]."""
+    g, m, d = q.shape
+    blocks = k.shape[1] // KV_BLOCK
+    q = torch.nn.functional.pad(q, (0, 0, 0, -m % ROW_BLOCK))
+    tiles = q[:, None].expand(g, blocks, *q.shape[1:]).reshape(g * blocks, -1, d)
+    s = torch.bmm(tiles, k.reshape(g * blocks, KV_BLOCK, d).transpose(1, 2))
+    return s.view(g, blocks, -1, KV_BLOCK)[:, :, :m]
+
+
+def _mix(p: Tensor, v: Tensor) -> Tensor:
+    """p [g, T / KV_BLOCK, m, KV_BLOCK], v [g, T, D] -> [g, T / KV_BLOCK, m, D], each block by itself."""
+    g, blocks, m, _ = p.shape
+    p = torch.nn.functional.pad(p, (0, 0, 0, -m % ROW_BLOCK))
+    out = torch.bmm(p.reshape(g * blocks, -1, KV_BLOCK), v.reshape(g * blocks, KV_BLOCK, -1))
+    return out.view(g, blocks, *out.shape[1:])[:, :, :m]
+
+
+def _merge_rows(x: Tensor, n: int) -> Tensor:
+    """[n * f, blocks, m, W] -> [n, blocks, f * m, W]."""
+    _, blocks, m, w = x.shape
+    return x.reshape(n, -1, blocks, m, w).transpose(1, 2).reshape(n, blocks, -1, w)
+
+
+def _split_rows(x: Tensor, groups: int) -> Tensor:
+    """The inverse of `_merge_rows` for n * f = groups."""
+    n, blocks, _, w = x.shape
+    f = groups // n
+    return x.reshape(n, blocks, f, -1, w).transpose(1, 2).reshape(groups, blocks, -1, w)

@@ -1,0 +1,214 @@
+"""Llama as pure functions over a pytree of weights.
+
+Shapes: B slots, R rows of a slot, n = B * R, E hidden, H / K query / KV heads, D head dim, I intermediate, V vocab,
+L layers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanospec_fn.kernels import cpu as kernels
+from nanospec_fn.struct import state
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding. kind: "default", "linear" or "llama3" (the last four fields are llama3's, factor is shared)."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a Llama-family checkpoint's config says, in one hashable value."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int  # positions
+    rms_eps: float = 1e-5
+    rope: Rope = Rope()
+    tied: bool = False  # the output head is the embedding
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    gemm: str = "library"  # kernels.linear's choice for this device and dtype, made by `load`
+
+
+@state
+class Layer:
+    """Weights of one decoder layer; a bias is `()` where the checkpoint has none."""
+
+    attn_norm: Tensor  # [E]
+    qkv: Tensor  # [(H + 2K) * D, E]
+    qkv_bias: Tensor | tuple[()]  # [(H + 2K) * D]
+    out: Tensor  # [E, H * D]
+    out_bias: Tensor | tuple[()]  # [E]
+    mlp_norm: Tensor  # [E]
+    gate_up: Tensor  # [2I, E]
+    gate_up_bias: Tensor | tuple[()]  # [2I]
+    down: Tensor  # [E, I]
+    down_bias: Tensor | tuple[()]  # [E]
+
+
+@state
+class Params:
+    """Weights of a model."""
+
+    embed: Tensor  # [V, E]
+    layers: tuple[Layer, ...]
+    norm: Tensor  # [E]
+    head: Tensor | tuple[()]  # [V, E], () when tied
+
+
+@dataclass(frozen=True)
+class Model:
+    """What `load` returns: hashable config, weights, and the tokenizer or None."""
+
+    cfg: Config
+    params: Params
+    tokenizer: object | None = dataclasses.field(default=None, compare=False)
+    name: str = ""
+
+
+def inv_freq(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
+    """[D/2] fp32, radians per position, llama3's long-context scaling included.
+
+    Source: the Llama 3.1 release; transformers' modeling_rope_utils computes the same values.
+    """
+    freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if rope.kind == "linear":
+        freq = freq / rope.factor
+    elif rope.kind == "llama3":
+        wavelength = 2 * math.pi / freq
+        low = rope.original_max_position / rope.low_freq_factor
+        high = rope.original_max_position / rope.high_freq_factor
+        blend = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
+        mixed = (1 - blend) * freq / rope.factor + blend * freq
+        scaled = torch.where(wavelength > low, freq / rope.factor, freq)
+        freq = torch.where((wavelength <= low) & (wavelength >= high), mixed, scaled)
+    return freq.to(device)
+
+
+def angles(rope: Rope, head_dim: int, position: Tensor) -> tuple[Tensor, Tensor]:
+    """cos, sin [n, D/2] fp32 for position [n]."""
+    phase = position.float()[:, None] * inv_freq(rope, head_dim, position.device)
+    return torch.cos(phase), torch.sin(phase)
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | tuple[()], gemm: str) -> Tensor:
+    """x [n, K] -> [n, N], bias added where there is one."""
+    y = kernels.linear(x, w, gemm)
+    return y + bias if isinstance(bias, Tensor) else y
+
+
+# Reads and writes one layer's keys and values: (layer index, q [n, H, D], k, v [n, K, D]) -> [n, H, D].
+AttendLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+def decoder_layer(
+    w: Layer, cfg: Config, x: Tensor, x_in: Tensor, cos: Tensor, sin: Tensor, attend: Callable[..., Tensor]
+) -> Tensor:
+    """One pre-norm layer: residual x [n, E], attention input x_in [n, E_in] (already normed) -> [n, E]."""
+    n = x.shape[0]
+    qkv = linear(x_in, w.qkv, w.qkv_bias, cfg.gemm).view(n, -1, cfg.head_dim)
+    q, k, v = qkv.split((cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads), dim=1)
+    mixed = attend(kernels.rope(q, cos, sin), kernels.rope(k, cos, sin), v).reshape(n, -1)
+    x = x + linear(mixed, w.out, w.out_bias, cfg.gemm)
+    h = linear(kernels.rms_norm(x, w.mlp_norm, cfg.rms_eps), w.gate_up, w.gate_up_bias, cfg.gemm)
+    return x + linear(kernels.silu_mul(h), w.down, w.down_bias, cfg.gemm)
+
+
+def hidden(
+    params: Params, cfg: Config, token: Tensor, position: Tensor, attend: AttendLayer, taps: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """The residual stream after the last layer, before the final norm.
+
+    Args:
+      token, position: [n]; a dead row may hold any token in range and position 0.
+      attend: called once per layer.
+      taps: layer indices whose *input* is wanted (EAGLE-3 features).
+    Returns: x [n, E], and the taps concatenated [n, len(taps) * E].
+    """
+    x = params.embed[token]
+    cos, sin = angles(cfg.rope, cfg.head_dim, position)
+    tapped = []
+    for i, w in enumerate(params.layers):
+        if i in taps:
+            tapped.append(x)
+        x_in = kernels.rms_norm(x, w.attn_norm, cfg.rms_eps)
+        x = decoder_layer(w, cfg, x, x_in, cos, sin, lambda q, k, v, i=i: attend(i, q, k, v))
+    if len(params.layers) in taps:
+        tapped.append(x)
+    return x, torch.cat(tapped, dim=-1) if tapped else x[:, :0]
+
+
+def logits(params: Params, cfg: Config, x: Tensor) -> Tensor:
+    """x [n, E] of `hidden` -> [n, V] fp32."""
+    head = params.head if isinstance(params.head, Tensor) else params.embed
+    return kernels.linear(kernels.rms_norm(x, params.norm, cfg.rms_eps), head, cfg.gemm).float()
+
+
+def forward(params: Params, cfg: Config, tokens: Tensor, taps: Sequence[int] = ()) -> Tensor:
+    """Logits of whole sequences without a cache; differentiable, the same bits per row as the engine's.
+
+    Args: tokens [B, T] integers, every row full (pad on the right and ignore what follows the padding).
+    Returns: [B, T, V] fp32.
+    Errors: ValueError for a shape other than [B, T] or T past the model's context.
+    """
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must be [B, T], got shape {tuple(tokens.shape)}")
+    b, t = tokens.shape
+    if t > cfg.max_context:
+        raise ValueError(f"tokens has {t} positions, the model's context is {cfg.max_context}")
+    position = torch.arange(t, device=tokens.device)
+    attend = dense_attend(cfg, b, t, position)
+    x, _ = hidden(params, cfg, tokens.reshape(-1), position.repeat(b), attend, taps)
+    return logits(params, cfg, x).view(b, t, -1)
+
+
+def dense_attend(cfg: Config, b: int, t: int, position: Tensor) -> AttendLayer:
+    """Causal attention among the b * t rows of this very pass."""
+    padded = -(-t // kernels.KV_BLOCK) * kernels.KV_BLOCK
+    groups = cfg.num_heads // cfg.num_kv_heads
+    causal = position[:, None] >= torch.arange(padded, device=position.device)
+    mask = causal.repeat_interleave(groups, 0).expand(b * cfg.num_kv_heads, t * groups, padded)
+
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = group_heads(q.view(b, t, cfg.num_heads, cfg.head_dim), cfg.num_kv_heads)
+        k, v = (
+            torch.nn.functional.pad(
+                y.view(b, t, cfg.num_kv_heads, cfg.head_dim).transpose(1, 2).flatten(0, 1), (0, 0, 0, padded - t)
+            )
+            for y in (k, v)
+        )
+        return ungroup_heads(kernels.attention(q, [(k, v, mask)], cfg.head_dim**-0.5), b, cfg.num_kv_heads, t)
+
+    return attend
+
+
+def group_heads(q: Tensor, kv_heads: int) -> Tensor:
+    """[B, R, H, D] -> [B * K, R * G, D]: the G query heads that share a KV head side by side, row by row."""
+    b, r, h, d = q.shape
+    return q.view(b, r, kv_heads, h // kv_heads, d).transpose(1, 2).reshape(b * kv_heads, -1, d)
+
+
+def ungroup_heads(x: Tensor, b: int, kv_heads: int, r: int) -> Tensor:
+    """The inverse of `group_heads`, flattened to [B * R, H, D]."""
+    d = x.shape[-1]
+    return x.view(b, kv_heads, r, -1, d).transpose(1, 2).reshape(b * r, -1, d)

@@ -1,0 +1,177 @@
+"""Batch slots: what the device knows of each running request.
+
+A slot is empty, prefilling (length < prefill_to), running (length == total - 1) or done. `total` counts the known
+tokens, prompt and emitted; `length` the positions whose KV is committed.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from nanospec_fn import pages, sampling
+from nanospec_fn.pages import SINK
+from nanospec_fn.struct import replace, state
+
+RUNNING, STOP, LENGTH = 0, 1, 2  # done codes
+MAX_STOP_IDS = 32
+
+
+@state
+class Slots:
+    """Per-slot state; B slots, C token capacity, M page-table width."""
+
+    active: Tensor  # [B] bool, holds a request
+    done: Tensor  # [B] int32, RUNNING, STOP or LENGTH
+    tokens: Tensor  # [B, C + 1] int32, by position; the last column takes the writes that stand for nothing
+    total: Tensor  # [B] int32, tokens known
+    length: Tensor  # [B] int32, positions committed
+    prefill_to: Tensor  # [B] int32, positions that prefill covers
+    silent: Tensor  # [B] bool, a recompute: prefill emits nothing, the pending token is already there
+    limit: Tensor  # [B] int32, total at which the request ends
+    unseen: Tensor  # [B] int32, newest tokens that the draft has not been run on
+    page_table: Tensor  # [B, M] int32, SINK where nothing is reserved
+    num_pages: Tensor  # [B] int32
+    stop_ids: Tensor  # [B, MAX_STOP_IDS] int32, padded -1
+    controls: sampling.Controls
+
+
+def init(num_slots: int, capacity: int, table_width: int, device: torch.device | str = "cpu") -> Slots:
+    """Every slot empty."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+
+    return Slots(
+        active=zeros(dtype=torch.bool),
+        done=zeros(),
+        tokens=zeros(capacity + 1),
+        total=zeros(),
+        length=zeros(),
+        prefill_to=zeros(),
+        silent=zeros(dtype=torch.bool),
+        limit=zeros(),
+        unseen=zeros(),
+        page_table=zeros(table_width),
+        num_pages=zeros(),
+        stop_ids=zeros(MAX_STOP_IDS) - 1,
+        controls=sampling.controls([sampling.Sampling()] * num_slots, device),
+    )
+
+
+def insert(
+    slots: Slots, slot: int, tokens: list[int], emitted: int, limit: int, stop_ids: tuple[int, ...], request: sampling.Sampling
+) -> Slots:
+    """Put a request into an empty slot, its pages and committed length as they are.
+
+    Args: tokens: prompt and the `emitted` newest ones of an earlier stay; limit: see `Slots.limit`.
+    """
+    device = slots.tokens.device
+    width = slots.tokens.shape[1]
+    fresh = emitted == 0
+    row = {
+        "active": True,
+        "done": RUNNING,
+        "tokens": tokens + [0] * (width - len(tokens)),
+        "total": len(tokens),
+        "prefill_to": len(tokens) if fresh else len(tokens) - 1,
+        "silent": not fresh,
+        "limit": limit,
+        "unseen": 0,
+        "stop_ids": list(stop_ids) + [-1] * (MAX_STOP_IDS - len(stop_ids)),
+    }
+    index = (torch.tensor([slot], device=device),)
+    changed = {
+        name: getattr(slots, name).index_put(index, torch.tensor([value], dtype=getattr(slots, name).dtype, device=device))
+        for name, value in row.items()
+    }
+    controls = pytree.tree_map(
+        lambda whole, one: whole.index_put(index, one), slots.controls, sampling.controls([request], device)
+    )
+    return replace(slots, **changed, controls=controls)
+
+
+def evict(slots: Slots, slot: int) -> tuple[Slots, Tensor]:
+    """Empty a slot. Returns the page ids [M] int32 that it held, SINK where none."""
+    index = torch.tensor([slot], device=slots.tokens.device)
+    held = slots.page_table[slot].clone()
+    cleared = {
+        name: getattr(slots, name).index_fill(0, index, 0)
+        for name in ("active", "done", "total", "length", "prefill_to", "unseen", "page_table", "num_pages")
+    }
+    return replace(slots, **cleared), held
+
+
+def take(slots: Slots, slot: Tensor | None) -> Slots:
+    """The rows of `slot` [b] (distinct), or all of them for None."""
+    return slots if slot is None else pytree.tree_map(lambda x: x[slot], slots)
+
+
+def put_back(slots: Slots, slot: Tensor | None, taken: Slots) -> Slots:
+    """The inverse of `take`."""
+    return taken if slot is None else pytree.tree_map(lambda x, y: x.index_put((slot,), y), slots, taken)
+
+
+def running(slots: Slots) -> Tensor:
+    """[B] bool: the prompt is done and the request is not."""
+    return slots.active & (slots.done == RUNNING) & (slots.length >= slots.prefill_to)
+
+
+def prefilling(slots: Slots) -> Tensor:
+    """[B] bool: some of the prompt is left."""
+    return slots.active & (slots.length < slots.prefill_to)
+
+
+def reserve(free: pages.Pages, slots: Slots, upto: Tensor, page_size: int, width: int) -> tuple[pages.Pages, Slots, Tensor]:
+    """Own pages for storage positions below upto [B], all or nothing per slot.
+
+    Args: width: bound on the pages that one slot may want; upto: 0 wants nothing.
+    Returns: pages, slots, ok [B] bool.
+    """
+    need = ((upto + page_size - 1) // page_size - slots.num_pages).clamp_min(0)
+    free, page_id, ok = pages.alloc(free, need, width)
+    table, count = slots.page_table, torch.where(ok, need, 0)
+    lane = torch.arange(table.shape[1], dtype=torch.int32, device=table.device) - slots.num_pages[:, None]
+    new = page_id.gather(1, lane.clamp(0, width - 1).long())
+    table = torch.where((lane >= 0) & (lane < count[:, None]), new, table)
+    return free, replace(slots, page_table=table, num_pages=slots.num_pages + count), ok
+
+
+def tokens_at(slots: Slots, position: Tensor) -> Tensor:
+    """tokens [B, R] int32 at position [B, R]; positions out of range give some token in range."""
+    return slots.tokens.gather(1, position.clamp(0, slots.tokens.shape[1] - 1).long())
+
+
+def emit(
+    slots: Slots, tokens: Tensor, count: Tensor
+) -> tuple[Slots, Tensor]:
+    """Append up to count [B] of tokens [B, W], ending at the first stop token or at the limit.
+
+    Returns: slots with total, length, done and unseen advanced; and how many were emitted, [B] int32.
+    """
+    lane = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    count = torch.minimum(count, slots.limit - slots.total).clamp_min(0)
+    stop = (tokens[:, :, None] == slots.stop_ids[:, None, :]).any(-1) & (tokens >= 0)
+    first_stop = torch.where(stop, lane, tokens.shape[1]).amin(1)
+    stopped = first_stop < count
+    count = torch.where(stopped, first_stop + 1, count).to(torch.int32)
+    scratch = slots.tokens.shape[1] - 1
+    place = torch.where(lane < count[:, None], slots.total[:, None] + lane, scratch).long()
+    total = slots.total + count
+    ended = torch.where(stopped, STOP, torch.where(total >= slots.limit, LENGTH, RUNNING)).to(torch.int32)
+    emitted = count > 0
+    return (
+        replace(
+            slots,
+            tokens=slots.tokens.scatter(1, place, tokens.to(torch.int32)),
+            total=total,
+            length=torch.where(emitted, total - 1, slots.length),
+            done=torch.where(emitted, ended, slots.done),
+            unseen=torch.where(emitted, count, slots.unseen),
+        ),
+        count,
+    )
+
+
+def held(slots: Slots) -> Tensor:
+    """Page ids [B * M] that the slots hold, SINK among them."""
+    return slots.page_table[slots.page_table != SINK]

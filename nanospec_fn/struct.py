@@ -1,0 +1,104 @@
+"""Immutable engine state: frozen dataclasses of tensors that are torch pytrees.
+
+A `@state` class carries tensors, tuples of tensors and other states as children;
+fields made with `static()` are hashable and travel in the pytree's context, so
+that they take part in `tree_structure` equality (and thus in capture keys).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar, dataclass_transform
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+T = TypeVar("T")
+
+
+class DonatedError(RuntimeError):
+    """A state was read after a step with donation had consumed it."""
+
+
+def static(**kwargs: Any) -> Any:
+    """A field of a `@state` class that is hashable and no tensor."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static,))
+def state(cls: type[T]) -> type[T]:
+    """Make `cls` a frozen, slotted dataclass and register it as a pytree node."""
+    cls = dataclasses.dataclass(frozen=True, eq=False, slots=True)(cls)  # type: ignore[assignment]
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    children = tuple(f.name for f in fields if not f.metadata.get("static"))
+    statics = tuple(f.name for f in fields if f.metadata.get("static"))
+
+    # Called only when the slot is empty, so a live state pays nothing for the check.
+    def missing(self: Any, name: str) -> Any:
+        if name in children or name in statics:
+            raise DonatedError(
+                f"{cls.__name__}.{name} was read after its state had been donated to a step; "
+                "use the state that the step returned"
+            )
+        raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
+
+    cls.__getattr__ = missing  # type: ignore[attr-defined]
+
+    def flatten(obj: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(obj, n) for n in children], tuple(getattr(obj, n) for n in statics)
+
+    def flatten_with_keys(obj: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        values, context = flatten(obj)
+        return [(pytree.GetAttrKey(n), v) for n, v in zip(children, values, strict=True)], context
+
+    def unflatten(values: Any, context: tuple[Any, ...]) -> Any:
+        return cls(**dict(zip(children, values, strict=True)), **dict(zip(statics, context, strict=True)))
+
+    pytree.register_pytree_node(cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
+    return cls
+
+
+def replace(obj: T, **changes: Any) -> T:
+    """A copy of a state with some fields changed; the others are shared, not copied."""
+    return dataclasses.replace(obj, **changes)  # type: ignore[type-var]
+
+
+def consume(obj: Any) -> None:
+    """Empty a donated state, nested ones too: any later read raises `DonatedError`."""
+    if dataclasses.is_dataclass(obj):
+        for field in dataclasses.fields(obj):
+            consume(getattr(obj, field.name))
+            object.__delattr__(obj, field.name)
+    elif isinstance(obj, tuple | list):
+        for item in obj:
+            consume(item)
+
+
+def put(dest: Tensor, index: tuple[Tensor, ...], value: Tensor) -> Tensor:
+    """`dest` with `dest[index] = value`, as a new tensor."""
+    return dest.index_put(index, value.to(dest.dtype))
+
+
+def put_(dest: Tensor, index: tuple[Tensor, ...], value: Tensor) -> Tensor:
+    """`put` into `dest` itself: the write primitive of a step that owns its state."""
+    return dest.index_put_(index, value.to(dest.dtype))
+
+
+def bytes_equal(a: Any, b: Any) -> bool:
+    """Whether two pytrees agree in structure, dtypes, shapes and every byte (so NaN equals itself)."""
+    leaves_a, spec_a = pytree.tree_flatten(a)
+    leaves_b, spec_b = pytree.tree_flatten(b)
+    return spec_a == spec_b and all(_same_bytes(x, y) for x, y in zip(leaves_a, leaves_b, strict=True))
+
+
+def _same_bytes(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and a == b
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def leaf_names(tree: Any) -> Sequence[str]:
+    """The path of every leaf, in flattening order, as it is written in Python."""
+    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]

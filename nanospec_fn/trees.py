@@ -1,0 +1,214 @@
+"""Draft trees. The logic is that of ONE slot, without data-dependent shapes: batch it with `torch.func.vmap`.
+
+B slots, N nodes, k = top_k nodes per level, D levels. Nodes are ordered by level and by rank within it, so that parents
+precede their children. The greedy chain (the best child of the best child ...) has rank 0 at every level it reaches.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from nanospec_fn.struct import state
+
+
+@state
+class Tree:
+    """One slot's draft tree; an absent node has token NONE, parent ROOT, depth 0 and both log-probs -inf."""
+
+    NONE: ClassVar[int] = -1  # in `token`
+    ROOT: ClassVar[int] = -1  # in `parent`: the slot's last committed token, which is no node
+
+    token: Tensor  # [N] int32, target vocabulary
+    parent: Tensor  # [N] int32, node
+    depth: Tensor  # [N] int32, 1 for the root's children
+    logp: Tensor  # [N] fp32, nats, the draft's log-prob of the token given its path
+    score: Tensor  # [N] fp32, nats, the sum of logp along the path
+
+
+def init(num_nodes: int, device: torch.device | str = "cpu") -> Tree:
+    """A tree without nodes, with room for `num_nodes`."""
+
+    def full(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((num_nodes,), value, dtype=dtype, device=device)
+
+    return Tree(
+        token=full(Tree.NONE, torch.int32),
+        parent=full(Tree.ROOT, torch.int32),
+        depth=full(0, torch.int32),
+        logp=full(-torch.inf, torch.float32),
+        score=full(-torch.inf, torch.float32),
+    )
+
+
+def empty(num_slots: int, num_nodes: int, device: torch.device | str = "cpu") -> Tree:
+    """`init` for every slot: [B, N]."""
+    return tree_map(lambda x: x.expand(num_slots, -1).contiguous(), init(num_nodes, device))
+
+
+def level(tree: Tree, depth: int, top_k: int) -> Tree:
+    """The k nodes at `depth` (from 1) of an unpruned tree; their parents are still numbered in the whole tree."""
+    return _take(tree, torch.arange((depth - 1) * top_k, depth * top_k, device=tree.token.device))
+
+
+def expand(tree: Tree, depth: int, token: Tensor, logp: Tensor) -> Tree:
+    """Fill level `depth` with the best k continuations of the level above, by cumulative score.
+
+    Ties go to the parent of lower rank, then to the lower token id. The greedy chain's continuation is kept whatever
+    its score, at rank 0; where the chain has ended, rank 0 stays absent.
+
+    Args:
+      tree: unpruned, D * k nodes, filled above `depth`.
+      depth: the level to fill, from 1.
+      token: [m, k] integer, candidates for each node of the level above in order of rank; m = 1 at depth 1, else k.
+        The tokens of one row are distinct. NONE marks an absent candidate.
+      logp: [m, k], nats, at most 0; -inf marks an absent candidate too.
+    Returns: the tree with nodes (depth - 1) * k .. depth * k - 1 replaced. A level node's row in `token` is
+      `parent_row(level(...), depth, top_k)`.
+    """
+    m, k = token.shape
+    first = (depth - 2) * k  # of the level above
+    if depth == 1:
+        above = logp.new_zeros(1, dtype=torch.float32)
+    else:
+        above = tree.score[first : first + k]
+    token, by_id = token.to(torch.int32).sort(dim=-1, stable=True)
+    logp = logp.float().gather(-1, by_id)
+    score = above[:, None] + logp
+    present = (token != Tree.NONE) & (score > -torch.inf)
+    score = score.masked_fill(~present, -torch.inf).flatten()
+    greedy = _lowest_argmax(logp[0].masked_fill(~present[0], -torch.inf))
+    is_greedy = torch.arange(m * k, device=token.device) == greedy
+    best = score.masked_fill(is_greedy, torch.inf).sort(descending=True, stable=True).indices[:k]
+
+    kept = present.flatten()[best]
+    # Which row a candidate came from is which node of the level above it continues.
+    parent = torch.full_like(best, Tree.ROOT) if depth == 1 else first + best // k
+    new = Tree(
+        token=torch.where(kept, token.flatten()[best], Tree.NONE),
+        parent=torch.where(kept, parent, Tree.ROOT).to(torch.int32),
+        depth=torch.where(kept, depth, 0).to(torch.int32),
+        logp=logp.flatten()[best].masked_fill(~kept, -torch.inf),
+        score=score[best],
+    )
+    low, high = (depth - 1) * k, depth * k
+
+    def splice(old: Tensor, part: Tensor) -> Tensor:
+        return torch.cat((old[:low], part, old[high:]))
+
+    return Tree(
+        token=splice(tree.token, new.token),
+        parent=splice(tree.parent, new.parent),
+        depth=splice(tree.depth, new.depth),
+        logp=splice(tree.logp, new.logp),
+        score=splice(tree.score, new.score),
+    )
+
+
+def parent_row(nodes: Tree, depth: int, top_k: int) -> Tensor:
+    """[k] int64: which row of the level above each of the level's nodes continues; 0 at depth 1 and where absent."""
+    first = (depth - 2) * top_k if depth > 1 else 0
+    return (nodes.parent.long() - first).clamp_min(0)
+
+
+def prune(tree: Tree, num_nodes: int, top_k: int) -> Tree:
+    """The best `num_nodes` nodes of an unpruned tree, in the same order, absent ones last.
+
+    The greedy chain comes first whatever its score (its upper part, where it is longer than `num_nodes`), then the
+    score decides, ties to the earlier and so the shallower node. As scores never grow along a path, what is kept is
+    closed under parents.
+    """
+    n = tree.token.shape[0]
+    order = torch.arange(n, device=tree.token.device)
+    present = tree.depth > 0
+    value = tree.score.masked_fill(present & (order % top_k == 0), torch.inf)
+    best = value.sort(descending=True, stable=True).indices[:num_nodes]
+    best = torch.where(present[best], best, n).sort().values  # n: absent, behind every node
+    kept = best < n
+    old = best.clamp_max(n - 1)
+    pruned = _take(tree, old)
+    # A parent is kept, so its new index is its rank among the kept ones.
+    parent = (best[None, :] < pruned.parent[:, None]).sum(-1)
+    none = init(best.shape[0], tree.token.device)
+    return Tree(
+        token=torch.where(kept, pruned.token, none.token),
+        parent=torch.where(kept & (pruned.parent != Tree.ROOT), parent, none.parent).to(torch.int32),
+        depth=torch.where(kept, pruned.depth, none.depth),
+        logp=torch.where(kept, pruned.logp, none.logp),
+        score=torch.where(kept, pruned.score, none.score),
+    )
+
+
+def path(tree: Tree, node: Tensor, depth: int) -> Tensor:
+    """The nodes from depth 1 down to `node`.
+
+    Args:
+      node: [...] integer, Tree.ROOT for the root.
+      depth: D, at least the tree's.
+    Returns: [..., D] int32, padded with -1; all -1 for the root or an absent node.
+    """
+    columns = []
+    for d in range(depth, 0, -1):
+        here = (node >= 0) & (tree.depth[node.clamp_min(0).long()] == d)
+        columns.append(torch.where(here, node, -1))
+        node = torch.where(here, tree.parent[node.clamp_min(0).long()].to(node.dtype), node)
+    return torch.stack(columns[::-1], dim=-1).to(torch.int32)
+
+
+def ancestors(tree: Tree, depth: int) -> Tensor:
+    """[N, D] int32: each node's path from depth 1 to itself, padded with -1. depth: D, at least the tree's."""
+    return path(tree, torch.arange(tree.token.shape[0], device=tree.token.device), depth)
+
+
+def ancestors_batched(tree: Tree, depth: int) -> Tensor:
+    """`ancestors` of every slot's tree: [B, N] -> [B, N, D]."""
+    return torch.func.vmap(lambda one: ancestors(one, depth))(tree)
+
+
+def merge_chains(chains: Tensor, num_nodes: int) -> Tree:
+    """Trees of k chains per slot, in order of preference; what begins alike is one branch.
+
+    Nothing here has a probability. A node's score is minus the number of the first chain through it, so that the
+    candidates of a row and the nodes that `prune` keeps come in order of preference.
+
+    Args:
+      chains: [B, k, D] integer, token ids; a chain ends at its first NONE.
+      num_nodes: as in `prune`.
+    Returns: [B, num_nodes].
+    """
+    return torch.func.vmap(lambda one: prune(_merge(one), num_nodes, chains.shape[1]))(chains)
+
+
+def _merge(chains: Tensor) -> Tree:
+    """chains [k, D] -> an unpruned tree; the node of chain c at depth d has rank c."""
+    k, depth = chains.shape
+    rank = torch.arange(k, device=chains.device)
+    alike = (chains[:, None] == chains).cumprod(-1) > 0  # [k, k, D]: two chains agree down to a depth
+    owner = torch.where(alike, rank[:, None], k).amin(1)  # [k, D]: the first chain through the node
+    present = ((chains != Tree.NONE).cumprod(-1) > 0) & (owner == rank[:, None])
+    above = torch.nn.functional.pad(owner[:, :-1], (1, 0))
+    parent = above + torch.arange(-k, (depth - 1) * k, k, device=chains.device)
+    parent = torch.where(parent < 0, Tree.ROOT, parent)
+    levels = torch.arange(1, depth + 1, device=chains.device).expand(k, -1)
+
+    def nodes(x: Tensor, absent: float, dtype: torch.dtype) -> Tensor:
+        return torch.where(present, x, absent).to(dtype).t().flatten()
+
+    return Tree(
+        token=nodes(chains, Tree.NONE, torch.int32),
+        parent=nodes(parent, Tree.ROOT, torch.int32),
+        depth=nodes(levels, 0, torch.int32),
+        logp=nodes((above - rank[:, None]).float(), -torch.inf, torch.float32),
+        score=nodes((0 - rank[:, None]).float(), -torch.inf, torch.float32),
+    )
+
+
+def _take(tree: Tree, node: Tensor) -> Tree:
+    return Tree(tree.token[node], tree.parent[node], tree.depth[node], tree.logp[node], tree.score[node])
+
+
+def _lowest_argmax(x: Tensor) -> Tensor:
+    """The first index of the maximum of x [n]; argmax promises none in particular."""
+    n = x.shape[-1]
+    return torch.where(x == x.amax(-1, keepdim=True), torch.arange(n, device=x.device), n).amin(-1)
