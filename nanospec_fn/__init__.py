@@ -11,8 +11,9 @@ from nanospec_fn.draft_model import load_draft
 from nanospec_fn.engine import Engine, prepare
 from nanospec_fn.generate import Chunk, Completion, generate, score, stream
 from nanospec_fn.model import Config, Model, forward
+from nanospec_fn.program import EngineConfig, Program, build
 from nanospec_fn.sampling import Sampling
-from nanospec_fn.step import EngineConfig, Info, Params, Program, State, build
+from nanospec_fn.step import Info, Params, State
 from nanospec_fn.struct import DonatedError
 from nanospec_fn.weights import load
 

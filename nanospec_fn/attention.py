@@ -1,6 +1,6 @@
 """Attention over paged KV, as interchangeable backends of one shape.
 
-A backend is a hashable value with two methods: `plan(rows, page_table)`, made once a pass, and
+A backend is a hashable value with two methods: `plan(rows, page_table, heads, kv_heads)`, made once a pass, and
 `layer(plan, pool, q, k, v, put)`, which stores the rows' keys and values in one layer's pool and attends.
 
 Storage and logic differ only in a draft tree: there, row r keeps its KV at storage position `store`, while its keys
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanospec_fn import pages
 from nanospec_fn.kernels import cpu as kernels
-from nanospec_fn.model import AttendLayer, group_heads, ungroup_heads
+from nanospec_fn.model import AttendLayer, Config, group_heads, ungroup_heads
 from nanospec_fn.pages import Write
 from nanospec_fn.struct import state
 
@@ -45,7 +45,7 @@ def chain(token: Tensor, first: Tensor, count: Tensor) -> Rows:
 class Attend(Protocol):
     """A backend. Both methods are pure but for what `put` does to the pool."""
 
-    def plan(self, rows: Rows, page_table: Tensor) -> Any:
+    def plan(self, rows: Rows, page_table: Tensor, heads: int, kv_heads: int) -> Any:
         """Whatever the layers of this pass share; page_table [B, M] int32."""
 
     def layer(self, plan: Any, pool: Tensor, q: Tensor, k: Tensor, v: Tensor, put: Write) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,17 @@ class Plan:
 
     page: Tensor  # [B, R] where each row's KV goes
     offset: Tensor  # [B, R]
-    parts: tuple[tuple[Tensor, Tensor, Tensor, Tensor], ...]  # (page, offset, read, mask) of kernels.attention's parts
+    parts: tuple["Part", ...]
+
+
+@state
+class Part:
+    """Keys of a pass: [B, T] that a slot's rows share, or [B, R, T] of each row by itself."""
+
+    page: Tensor
+    offset: Tensor
+    read: Tensor  # bool [..., 1, 1], whether any row sees it; what no row may see can hold anything, NaN too
+    unseen: Tensor  # of kernels.attention
 
 
 @dataclass(frozen=True)
@@ -67,16 +77,20 @@ class Sdpa:
 
     page_size: int
 
-    def plan(self, rows: Rows, page_table: Tensor) -> Plan:
+    def plan(self, rows: Rows, page_table: Tensor, heads: int, kv_heads: int) -> Plan:
         width = page_table.shape[1] * self.page_size
         if not rows.position.is_cuda:  # a shape that depends on data is free here, and a trap inside a CUDA graph
             width = min(width, int(rows.position.max()) + 1)
         page, offset = pages.locate(page_table, torch.where(rows.position == DEAD, DEAD, rows.store), self.page_size)
         if isinstance(rows.path, Tensor):
             start = rows.base // kernels.KV_BLOCK * kernels.KV_BLOCK
-            parts = (self._prefix(rows, page_table, start, width), self._tails(rows, rows.path, page_table, start))
+            found = [self._prefix(rows, page_table, start, width), self._tails(rows, rows.path, page_table, start)]
         else:
-            parts = (self._prefix(rows, page_table, None, width),)
+            found = [self._prefix(rows, page_table, None, width)]
+        parts = tuple(
+            Part(page, offset, read[..., None, None], kernels.hide(mask, kv_heads, heads // kv_heads))
+            for page, offset, read, mask in found
+        )
         return Plan(page=page, offset=offset, parts=parts)
 
     def _prefix(self, rows: Rows, page_table: Tensor, start: Tensor | None, width: int) -> tuple[Tensor, ...]:
@@ -107,14 +121,11 @@ class Sdpa:
         pool = pages.write(pool, plan.page, plan.offset, k, v, put)
         b, r = plan.page.shape
         kv_heads, d = pool.shape[3:]
-        q = group_heads(q.view(b, r, -1, d), kv_heads)
-        groups = q.shape[1] // r
+        q = group_heads(q.reshape(b, r, -1, d), kv_heads)
         parts = []
-        for page, offset, read, mask in plan.parts:
-            keys, values = pages.read(pool, page, offset)  # [B, T, K, D], or [B, R, T, K, D] for tails
-            values = torch.where(read[..., None, None], values, 0)  # what no row may see can hold anything
-            mask = mask[:, None].repeat_interleave(groups, 2).expand(-1, kv_heads, -1, -1).reshape(b * kv_heads, r * groups, -1)
-            parts.append((_by_head(keys), _by_head(values), mask))
+        for part in plan.parts:
+            keys, values = pages.read(pool, part.page, part.offset)  # [B, T, K, D], or [B, R, T, K, D]
+            parts.append((_by_head(keys), _by_head(torch.where(part.read, values, 0)), part.unseen))
         return pool, ungroup_heads(kernels.attention(q, parts, d**-0.5), b, kv_heads, r)
 
 
@@ -128,10 +139,10 @@ def _whole_blocks(n: int) -> int:
 
 
 def through(
-    attend: Attend, rows: Rows, page_table: Tensor, pools: Sequence[Tensor], put: Write
+    attend: Attend, cfg: Config, rows: Rows, page_table: Tensor, pools: Sequence[Tensor], put: Write
 ) -> tuple[list[Tensor], AttendLayer]:
     """A pass's attention, layer by layer, and the list that holds the pools as the layers leave them."""
-    plan, out = attend.plan(rows, page_table), list(pools)
+    plan, out = attend.plan(rows, page_table, cfg.num_heads, cfg.num_kv_heads), list(pools)
 
     def layer(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out[i], mixed = attend.layer(plan, out[i], q, k, v, put)

@@ -50,23 +50,28 @@ def _reuse(given: list[Any], result: Any) -> Any:
     """Copy the returned states into the buffers of the given ones; returns `result` with those buffers in it."""
     alone = not (isinstance(result, tuple) and not hasattr(result, "_fields"))
     results = [result] if alone else list(result)
-    for i, old in enumerate(given):
-        old_leaves, old_spec = pytree.tree_flatten(old)
-        new_leaves, new_spec = pytree.tree_flatten(results[i])
-        if old_spec != new_spec:
-            raise ValueError(f"the step returned {new_spec} for a donated {old_spec}")
-        owner = {leaf.data_ptr(): n for n, leaf in enumerate(old_leaves)}
-        # A leaf that moved to another place would be overwritten before it is read: copy it out first.
-        new_leaves = [
-            leaf.clone() if owner.get(leaf.data_ptr(), n) != n else leaf for n, leaf in enumerate(new_leaves)
-        ]
-        for name, x, y in zip(struct.leaf_names(old), old_leaves, new_leaves, strict=True):
-            if x.shape != y.shape or x.dtype != y.dtype:
-                raise ValueError(f"{name} was donated as {x.dtype} {tuple(x.shape)} and came back as {y.dtype} {tuple(y.shape)}")
-            if x.data_ptr() != y.data_ptr():
-                x.copy_(y)
-        results[i] = pytree.tree_unflatten(old_leaves, old_spec)
+    old_leaves, old_spec = pytree.tree_flatten(given)
+    new_leaves, new_spec = pytree.tree_flatten(results[: len(given)])
+    if old_spec != new_spec:
+        raise ValueError(f"the step returned {new_spec} for a donated {old_spec}")
+    storages = {leaf.untyped_storage().data_ptr() for leaf in old_leaves}
+    # A leaf that moved to another place would be overwritten before it is read: copy it out first.
+    new_leaves = [
+        y.clone() if y.untyped_storage().data_ptr() in storages and not _in_place(x, y) else y
+        for x, y in zip(old_leaves, new_leaves, strict=True)
+    ]
+    for n, (x, y) in enumerate(zip(old_leaves, new_leaves, strict=True)):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            name = struct.leaf_names(given)[n]
+            raise ValueError(f"{name} was donated as {x.dtype} {x.shape} and came back as {y.dtype} {y.shape}")
+        if not _in_place(x, y):
+            x.copy_(y)
+    results[: len(given)] = pytree.tree_unflatten(old_leaves, old_spec)
     return results[0] if alone else tuple(results)
+
+
+def _in_place(x: Tensor, y: Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
 
 
 class Captured:
@@ -79,8 +84,9 @@ class Captured:
         self._step = step
         self._donate = tuple(donated)
         self._signature = _signature(step, donated)
-        self._graphs: dict[Any, Any] = {}
-        self._last: list[tuple[str, Any]] = []
+        self._graphs: dict[Any, Callable[[inspect.BoundArguments], Any]] = {}
+        self._last: dict[str, Any] = {}  # the arguments' parts of the newest key
+        self._params: tuple[Any, Any] = (None, None)  # the newest params and their part: immutable, so made once
 
     @property
     def captures(self) -> int:
@@ -88,37 +94,37 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
-        key = [pair for name, value in bound.arguments.items() for pair in self._key(name, value)]
-        names = tuple(key)
-        if names not in self._graphs:
-            self._graphs[names] = self._capture(bound)
-            self._last = key
-        return self._graphs[names](bound)
+        parts = {name: self._part(name, value) for name, value in bound.arguments.items()}
+        key = tuple(parts.items())
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(bound)
+            self._last = parts
+        return self._graphs[key](bound)
 
     def why(self, *args: Any, **kwargs: Any) -> str:
-        """What about these arguments differs from the last capture, or "" if they would replay it."""
+        """What about these arguments differs from the newest capture, or "" if they would replay it."""
         bound = self._signature.bind(*args, **kwargs)
-        key = dict(pair for name, value in bound.arguments.items() for pair in self._key(name, value))
-        last = dict(self._last)
-        for name in {**last, **key}:
-            if key.get(name) != last.get(name):
-                return f"{name}: {last.get(name)} -> {key.get(name)}"
+        for name, value in bound.arguments.items():
+            spec, leaves = self._part(name, value)
+            old_spec, old_leaves = self._last.get(name, (None, ()))
+            if spec != old_spec:
+                return f"{name}: another structure, {old_spec} -> {spec}"
+            for path, old, new in zip(struct.leaf_names(value), old_leaves, leaves, strict=True):
+                if old != new:
+                    return f"{name}{path}: {old} -> {new}"
         return ""
 
-    def _key(self, name: str, value: Any) -> list[tuple[str, Any]]:
-        """(path, what a graph is bound to) of every leaf, and the structure with its statics."""
+    def _part(self, name: str, value: Any) -> tuple[Any, tuple[Any, ...]]:
+        """An argument's part of the key: structure with statics, and what a graph binds of every leaf."""
+        if name == "params" and value is self._params[0]:
+            return self._params[1]
         leaves, spec = pytree.tree_flatten(value)
-        paths = struct.leaf_names(value)
         # A graph replays addresses: params and donated states are bound by them, other tensors are copied in.
         pinned = name in self._donate or name == "params"
-        parts: list[tuple[str, Any]] = [(f"{name} (structure)", spec)]
-        for path, leaf in zip(paths, leaves, strict=True):
-            if isinstance(leaf, Tensor):
-                address = leaf.data_ptr() if pinned and leaf.is_cuda else 0
-                parts.append((f"{name}{path}", (leaf.dtype, tuple(leaf.shape), leaf.device, address)))
-            else:
-                parts.append((f"{name}{path}", leaf))
-        return parts
+        part = spec, tuple(_leaf_key(leaf, pinned) for leaf in leaves)
+        if name == "params":
+            self._params = value, part
+        return part
 
     def _capture(self, bound: inspect.BoundArguments) -> Callable[[inspect.BoundArguments], Any]:
         leaves = pytree.tree_leaves(dict(bound.arguments))
@@ -165,6 +171,12 @@ class _Graph:
         # Results other than the state live in the graph's memory and are overwritten by the next replay.
         kept = [pytree.tree_map(_clone, r) if i >= n else _rewrap(r) for i, r in enumerate(self._result)]
         return tuple(kept)
+
+
+def _leaf_key(leaf: Any, pinned: bool) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.dtype, leaf.shape, leaf.device, leaf.data_ptr() if pinned and leaf.is_cuda else 0
 
 
 def _clone(x: Any) -> Any:

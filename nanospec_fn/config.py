@@ -78,14 +78,16 @@ def parse_head(raw: dict[str, Any], target: model.Config, path: Path) -> eagle.H
         HEAD_ARCHITECTURES,
     )
     # The nested form counts a layer's input, as this engine does; the others its output.
-    ids = raw.get("eagle_aux_hidden_state_layer_ids")
-    if ids is None and (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") is not None:
-        ids = raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    about = raw.get("eagle_config") or {}
+    if about.get("use_aux_hidden_state") is False:
+        raise ValueError(f"{path}: eagle_config.use_aux_hidden_state False is not supported")
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = about.get(key) if raw.get(key) is None else raw[key]
     taps: tuple[int, ...]
     if ids is None:
         taps = eagle.default_taps(target.num_layers)
     else:
-        taps = tuple(sorted(i + (nested is None) for i in token_ids(ids, "eagle_aux_hidden_state_layer_ids", path)))
+        taps = tuple(sorted(i + (nested is None) for i in token_ids(ids, key, path)))
     if not taps or len(set(taps)) != len(taps) or taps[0] < 0 or taps[-1] > target.num_layers:
         raise ValueError(f"{path}: layers {taps} are not distinct inputs of the target's {target.num_layers} layers")
     target_hidden = raw.get("target_hidden_size") or layer.hidden_size

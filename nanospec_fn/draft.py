@@ -126,13 +126,17 @@ def put_back(state: State, slot: Tensor | None, taken: State) -> State:
     return taken if slot is None else replace(taken, feature=state.feature.index_put((slot,), taken.feature))
 
 
+def rows_at(x: Tensor, row: Tensor) -> Tensor:
+    """x [B, R, F], row [B, m] -> [B, m, F]."""
+    return x.gather(1, row.long()[:, :, None].expand(-1, -1, x.shape[2]))
+
+
 def observe(state: State, features: Tensor, path: Tensor) -> State:
     """Keep the target's features of the root and the accepted path for the next catch-up.
 
     Args: features [B, R, F], row 0 the root; path [B, D] node index per depth, -1 past the accepted ones.
     """
-    row = torch.nn.functional.pad(path + 1, (1, 0)).long()
-    kept = features.gather(1, row[:, :, None].expand(-1, -1, features.shape[2]))
+    kept = rows_at(features, torch.nn.functional.pad(path + 1, (1, 0)))
     missing = state.feature.shape[1] - kept.shape[1]
     return replace(state, feature=torch.nn.functional.pad(kept, (0, 0, 0, missing)))
 

@@ -59,7 +59,7 @@ def grow(
     state_, hidden = method.run(params, state, rows, state.feature, s, attend, put)
     if not spec.depth:
         return state_, draft.empty_trees(b, 0, live.device)
-    hidden = _rows_at(hidden, (unseen - 1).clamp_min(0)[:, None])
+    hidden = draft.rows_at(hidden, (unseen - 1).clamp_min(0)[:, None])
 
     base = s.total - method.shift  # where the rows of depth-1 nodes stand
     tree = draft.empty_trees(b, k * spec.depth, live.device)
@@ -72,20 +72,13 @@ def grow(
         parent = torch.func.vmap(lambda n, d=depth: trees.parent_row(n, d, k))(level)
         node = torch.arange((depth - 1) * k, depth * k, dtype=torch.int32, device=live.device)
         rows = _level_rows(tree, level, node, depth, base, live, chain=k == 1)
-        state_, hidden = method.run(params, state_, rows, _rows_at(hidden, parent), s, attend, put)
+        state_, hidden = method.run(params, state_, rows, draft.rows_at(hidden, parent), s, attend, put)
     if spec.nodes < k * spec.depth:
         tree = torch.func.vmap(lambda t: trees.prune(t, spec.nodes, k))(tree)
     return state_, tree
 
 
-def _rows_at(x: Tensor, row: Tensor) -> Tensor:
-    """x [B, R, F], row [B, m] -> [B, m, F]."""
-    return x.gather(1, row.long()[:, :, None].expand(-1, -1, x.shape[2]))
-
-
-def _level_rows(
-    tree: Tree, level: Tree, node: Tensor, depth: int, base: Tensor, live: Tensor, chain: bool
-) -> Rows:
+def _level_rows(tree: Tree, level: Tree, node: Tensor, depth: int, base: Tensor, live: Tensor, chain: bool) -> Rows:
     """The nodes of one level as rows; node i keeps its KV at base + i."""
     path: Tensor | tuple[()] = ()
     if not chain:
@@ -152,7 +145,7 @@ class ModelCopy:
     def run(
         self, params: Any, state: State, rows: Rows, feature: Tensor, s: Slots, attend: Attend, put: Write
     ) -> tuple[State, Tensor]:
-        pools, layer = attention.through(attend, rows, s.page_table, state.pools, put)
+        pools, layer = attention.through(attend, self.cfg, rows, s.page_table, state.pools, put)
         token, position = rows.token.flatten(), rows.position.clamp_min(0).flatten()
         x, _ = model.hidden(params.draft, self.cfg, token, position, layer)
         return replace(state, pools=tuple(pools)), x.view(*rows.token.shape, -1)
@@ -197,7 +190,7 @@ class Eagle3:
         pairs = replace(rows, position=position, store=position, base=rows.base - self.shift)
         new, _ = self.run(params, state, pairs, shifted, s, attend, put)
         count = (rows.position != DEAD).sum(1, keepdim=True)
-        last = _rows_at(features, (count - 1).clamp_min(0))
+        last = draft.rows_at(features, (count - 1).clamp_min(0))
         first = torch.where(count[:, :, None] > 0, last, state.feature[:, :1])
         return replace(new, feature=torch.cat((first, state.feature[:, 1:]), dim=1))
 
@@ -209,7 +202,7 @@ class Eagle3:
     def run(
         self, params: Any, state: State, rows: Rows, feature: Tensor, s: Slots, attend: Attend, put: Write
     ) -> tuple[State, Tensor]:
-        pools, layer = attention.through(attend, rows, s.page_table, state.pools, put)
+        pools, layer = attention.through(attend, self.cfg, rows, s.page_table, state.pools, put)
         out = eagle.advance(
             params.draft,
             self.cfg,
@@ -260,4 +253,6 @@ def load_draft(name: str, model: Model) -> Draft | None:
     if kind == "eagle" and source:
         cfg, params = weights.load_eagle(source, model)
         return Draft(Eagle3(cfg), params)
-    raise ValueError(f'draft is {name!r}; known are "none", "ngram", "frozen", "model:PATH_OR_ID" and "eagle:PATH_OR_ID"')
+    raise ValueError(
+        f'draft is {name!r}; known are "none", "ngram", "frozen", "model:PATH_OR_ID" and "eagle:PATH_OR_ID"'
+    )

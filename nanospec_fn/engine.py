@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from nanospec_fn import schedule, slots, step
+from nanospec_fn import schedule, slots
 from nanospec_fn.capture import capture, donate
 from nanospec_fn.draft import Draft, Speculation
 from nanospec_fn.model import Model
+from nanospec_fn.program import EngineConfig, build
 from nanospec_fn.sampling import Sampling
-from nanospec_fn.step import EngineConfig, Info, Params
+from nanospec_fn.step import Info, Params
 
 REASONS = {slots.STOP: "stop", slots.LENGTH: "length"}
 
@@ -41,7 +42,7 @@ class Engine:
 
     def __init__(self, model: Model, draft: Draft | None, config: EngineConfig | None, speculation: Speculation | None):
         self.model, self.draft = model, draft
-        self.program = step.build(model, draft=draft, engine=config, speculation=speculation)
+        self.program = build(model, draft=draft, engine=config, speculation=speculation)
         self.params = Params(target=model.params, draft=draft.params if draft else ())
         wrap = donate if config is not None and config.capture == "off" else capture
         self.prefill = wrap(self.program.prefill)
@@ -87,7 +88,7 @@ def prepare(
 def serve(engine: Engine, requests: Sequence[Request]) -> Iterator[Update]:
     """Run requests to their end, yielding what each step did. Leaves the engine empty, however it is left."""
     program = engine.program
-    config = schedule.Config(program.max_slots, program.page_size, program.prefill_chunk)
+    config = schedule.Config(program.max_slots, program.page_size, program.static.prefill_chunk)
     first: dict[tuple[int, ...], int] = {}
     group = [first.setdefault(tuple(r.tokens), i) for i, r in enumerate(requests)]
     arrived = [schedule.Request(i, len(r.tokens), group[i]) for i, r in enumerate(requests)]

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import torch
 from tqdm import tqdm
 
-from nanospec_fn import chat, step
+from nanospec_fn import chat
 from nanospec_fn.draft import Draft, Speculation
 from nanospec_fn.engine import Engine, Request, Update, serve
 from nanospec_fn.model import Model, forward
+from nanospec_fn.program import EngineConfig, lookahead
 from nanospec_fn.sampling import Sampling, controls, log_probs
-from nanospec_fn.step import EngineConfig
 from nanospec_fn.struct import replace
 
 Prompt = str | Sequence[int]
@@ -206,9 +206,7 @@ def _job(
     )
 
 
-def _requests(
-    model: Model, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None
-) -> list[Request]:
+def _requests(model: Model, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None) -> list[Request]:
     if sampling is None or isinstance(sampling, Sampling):
         sampling = [sampling or Sampling()] * len(prompts)
     if len(sampling) != len(prompts):
@@ -243,7 +241,7 @@ def _sized(
     max_slots = max(1, min(config.max_slots, len(requests)))
     num_pages = config.num_pages
     if num_pages is None:
-        ahead = step.lookahead(draft, speculation)
+        ahead = lookahead(draft, speculation)
         room = [len(r.tokens) + r.sampling.max_tokens for r in requests if len(r.tokens) < model.cfg.max_context]
         longest = sorted((min(n, model.cfg.max_context) + ahead + 1 for n in room), reverse=True)[:max_slots]
         num_pages = sum(-(-n // config.page_size) for n in longest) or 1

@@ -145,17 +145,24 @@ def hidden(
       taps: layer indices whose *input* is wanted (EAGLE-3 features).
     Returns: x [n, E], and the taps concatenated [n, len(taps) * E].
     """
+    n, short = len(token), -len(token) % kernels.ROW_BLOCK
+    # Padded once here, so that no function below has to.
+    token, position = (torch.nn.functional.pad(t, (0, short)) for t in (token, position))
     x = params.embed[token]
     cos, sin = angles(cfg.rope, cfg.head_dim, position)
     tapped = []
     for i, w in enumerate(params.layers):
         if i in taps:
             tapped.append(x)
-        x_in = kernels.rms_norm(x, w.attn_norm, cfg.rms_eps)
-        x = decoder_layer(w, cfg, x, x_in, cos, sin, lambda q, k, v, i=i: attend(i, q, k, v))
+
+        def live(q: Tensor, k: Tensor, v: Tensor, i: int = i) -> Tensor:
+            mixed = attend(i, q[:n], k[:n], v[:n])
+            return torch.nn.functional.pad(mixed, (0, 0, 0, 0, 0, short)) if short else mixed
+
+        x = decoder_layer(w, cfg, x, kernels.rms_norm(x, w.attn_norm, cfg.rms_eps), cos, sin, live)
     if len(params.layers) in taps:
         tapped.append(x)
-    return x, torch.cat(tapped, dim=-1) if tapped else x[:, :0]
+    return x[:n], torch.cat(tapped, dim=-1)[:n] if tapped else x[:n, :0]
 
 
 def logits(params: Params, cfg: Config, x: Tensor) -> Tensor:
@@ -187,7 +194,7 @@ def dense_attend(cfg: Config, b: int, t: int, position: Tensor) -> AttendLayer:
     padded = -(-t // kernels.KV_BLOCK) * kernels.KV_BLOCK
     groups = cfg.num_heads // cfg.num_kv_heads
     causal = position[:, None] >= torch.arange(padded, device=position.device)
-    mask = causal.repeat_interleave(groups, 0).expand(b * cfg.num_kv_heads, t * groups, padded)
+    unseen = kernels.hide(causal.expand(b, -1, -1), cfg.num_kv_heads, groups)
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = group_heads(q.view(b, t, cfg.num_heads, cfg.head_dim), cfg.num_kv_heads)
@@ -197,7 +204,7 @@ def dense_attend(cfg: Config, b: int, t: int, position: Tensor) -> AttendLayer:
             )
             for y in (k, v)
         )
-        return ungroup_heads(kernels.attention(q, [(k, v, mask)], cfg.head_dim**-0.5), b, cfg.num_kv_heads, t)
+        return ungroup_heads(kernels.attention(q, [(k, v, unseen)], cfg.head_dim**-0.5), b, cfg.num_kv_heads, t)
 
     return attend
 

@@ -38,7 +38,9 @@ def init(num_pages: int, device: torch.device | str = "cpu") -> Pages:
     )
 
 
-def init_pool(num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> Tensor:
+def init_pool(
+    num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
     """One layer's pool [P + 1, 2, S, K, D], the sink included."""
     return torch.zeros(num_pages + 1, 2, page_size, kv_heads, head_dim, dtype=dtype, device=device)
 

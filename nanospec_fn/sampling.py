@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanospec_fn import rng
-from nanospec_fn.filters import log_probs, lowest_argmax, pad_rows, target_tokens
+from nanospec_fn.filters import log_probs, log_sum_exp, lowest_argmax, target_tokens
 from nanospec_fn.struct import state
 from nanospec_fn.trees import Tree
 
@@ -225,7 +225,7 @@ def weigh(
             noise = draws.gumbel.reshape(b * rows, v)
         rest = lowest_argmax(outside + noise)
         rest_logp = logp.gather(1, rest[:, None].long()).view(b, rows)
-        rest_mass = torch.logsumexp(pad_rows(outside), dim=-1)[: b * rows].view(b, rows)
+        rest_mass = log_sum_exp(outside).view(b, rows)
         rest = rest.view(b, rows)
     return Evidence(node_logp, node_rank, uniform, target, target_logp, rest, rest_logp, rest_mass)
 
@@ -264,14 +264,7 @@ def decide(evidence: Evidence, tree: Tree, controls: Controls, depth: int) -> Ve
     def emit(of_node: Tensor, of_row: Tensor) -> Tensor:
         return torch.where(child > 0, torch.nn.functional.pad(of_node, (1, 0)).gather(1, child), of_row)
 
-    row = torch.zeros_like(child[:, :1])
-    walk = [row]
-    for _ in range(depth):
-        # A row without accepted child is followed by -1 for good.
-        row = torch.where(row >= 0, child.gather(1, row.clamp_min(0)), 0)
-        row = torch.where(row > 0, row, -1)
-        walk.append(row)
-    rows = torch.cat(walk, dim=1)
+    rows = _walk(child, depth)
     alive, at = rows >= 0, rows.clamp_min(0)
     count = alive.sum(-1).to(torch.int32)
     path = torch.where(alive, rows - 1, -1)[:, 1:]
@@ -284,6 +277,17 @@ def decide(evidence: Evidence, tree: Tree, controls: Controls, depth: int) -> Ve
         path=path.to(torch.int32),
         taken=(path[:, None, :] == index[:, None] - 1).any(-1),
     )
+
+
+def _walk(child: Tensor, depth: int) -> Tensor:
+    """child [B, R], 0 for none -> [B, depth + 1] rows from the root downwards, -1 after the last."""
+    row = torch.zeros_like(child[:, :1])
+    rows = [row]
+    for _ in range(depth):
+        row = torch.where(row >= 0, child.gather(1, row.clamp_min(0)), 0)
+        row = torch.where(row > 0, row, -1)
+        rows.append(row)
+    return torch.cat(rows, dim=1)
 
 
 def _power(e: Evidence, parent: Tensor, before: Tensor, possible: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from nanospec_fn import pages, sampling
-from nanospec_fn.pages import SINK
 from nanospec_fn.struct import replace, state
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # done codes
@@ -59,7 +58,13 @@ def init(num_slots: int, capacity: int, table_width: int, device: torch.device |
 
 
 def insert(
-    slots: Slots, slot: int, tokens: list[int], emitted: int, limit: int, stop_ids: tuple[int, ...], request: sampling.Sampling
+    slots: Slots,
+    slot: int,
+    tokens: list[int],
+    emitted: int,
+    limit: int,
+    stop_ids: tuple[int, ...],
+    request: sampling.Sampling,
 ) -> Slots:
     """Put a request into an empty slot, its pages and committed length as they are.
 
@@ -81,7 +86,9 @@ def insert(
     }
     index = (torch.tensor([slot], device=device),)
     changed = {
-        name: getattr(slots, name).index_put(index, torch.tensor([value], dtype=getattr(slots, name).dtype, device=device))
+        name: getattr(slots, name).index_put(
+            index, torch.tensor([value], dtype=getattr(slots, name).dtype, device=device)
+        )
         for name, value in row.items()
     }
     controls = pytree.tree_map(
@@ -121,7 +128,9 @@ def prefilling(slots: Slots) -> Tensor:
     return slots.active & (slots.length < slots.prefill_to)
 
 
-def reserve(free: pages.Pages, slots: Slots, upto: Tensor, page_size: int, width: int) -> tuple[pages.Pages, Slots, Tensor]:
+def reserve(
+    free: pages.Pages, slots: Slots, upto: Tensor, page_size: int, width: int
+) -> tuple[pages.Pages, Slots, Tensor]:
     """Own pages for storage positions below upto [B], all or nothing per slot.
 
     Args: width: bound on the pages that one slot may want; upto: 0 wants nothing.
@@ -141,9 +150,7 @@ def tokens_at(slots: Slots, position: Tensor) -> Tensor:
     return slots.tokens.gather(1, position.clamp(0, slots.tokens.shape[1] - 1).long())
 
 
-def emit(
-    slots: Slots, tokens: Tensor, count: Tensor
-) -> tuple[Slots, Tensor]:
+def emit(slots: Slots, tokens: Tensor, count: Tensor) -> tuple[Slots, Tensor]:
     """Append up to count [B] of tokens [B, W], ending at the first stop token or at the limit.
 
     Returns: slots with total, length, done and unseen advanced; and how many were emitted, [B] int32.
@@ -170,8 +177,3 @@ def emit(
         ),
         count,
     )
-
-
-def held(slots: Slots) -> Tensor:
-    """Page ids [B * M] that the slots hold, SINK among them."""
-    return slots.page_table[slots.page_table != SINK]

@@ -1,6 +1,6 @@
 """Draft trees. The logic is that of ONE slot, without data-dependent shapes: batch it with `torch.func.vmap`.
 
-B slots, N nodes, k = top_k nodes per level, D levels. Nodes are ordered by level and by rank within it, so that parents
+N nodes, k = top_k nodes per level, D levels. Nodes are ordered by level and by rank within it, so that parents
 precede their children. The greedy chain (the best child of the best child ...) has rank 0 at every level it reaches.
 """
 
@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from nanospec_fn.struct import state
 
@@ -40,11 +39,6 @@ def init(num_nodes: int, device: torch.device | str = "cpu") -> Tree:
         logp=full(-torch.inf, torch.float32),
         score=full(-torch.inf, torch.float32),
     )
-
-
-def empty(num_slots: int, num_nodes: int, device: torch.device | str = "cpu") -> Tree:
-    """`init` for every slot: [B, N]."""
-    return tree_map(lambda x: x.expand(num_slots, -1).contiguous(), init(num_nodes, device))
 
 
 def level(tree: Tree, depth: int, top_k: int) -> Tree:
@@ -159,49 +153,6 @@ def path(tree: Tree, node: Tensor, depth: int) -> Tensor:
 def ancestors(tree: Tree, depth: int) -> Tensor:
     """[N, D] int32: each node's path from depth 1 to itself, padded with -1. depth: D, at least the tree's."""
     return path(tree, torch.arange(tree.token.shape[0], device=tree.token.device), depth)
-
-
-def ancestors_batched(tree: Tree, depth: int) -> Tensor:
-    """`ancestors` of every slot's tree: [B, N] -> [B, N, D]."""
-    return torch.func.vmap(lambda one: ancestors(one, depth))(tree)
-
-
-def merge_chains(chains: Tensor, num_nodes: int) -> Tree:
-    """Trees of k chains per slot, in order of preference; what begins alike is one branch.
-
-    Nothing here has a probability. A node's score is minus the number of the first chain through it, so that the
-    candidates of a row and the nodes that `prune` keeps come in order of preference.
-
-    Args:
-      chains: [B, k, D] integer, token ids; a chain ends at its first NONE.
-      num_nodes: as in `prune`.
-    Returns: [B, num_nodes].
-    """
-    return torch.func.vmap(lambda one: prune(_merge(one), num_nodes, chains.shape[1]))(chains)
-
-
-def _merge(chains: Tensor) -> Tree:
-    """chains [k, D] -> an unpruned tree; the node of chain c at depth d has rank c."""
-    k, depth = chains.shape
-    rank = torch.arange(k, device=chains.device)
-    alike = (chains[:, None] == chains).cumprod(-1) > 0  # [k, k, D]: two chains agree down to a depth
-    owner = torch.where(alike, rank[:, None], k).amin(1)  # [k, D]: the first chain through the node
-    present = ((chains != Tree.NONE).cumprod(-1) > 0) & (owner == rank[:, None])
-    above = torch.nn.functional.pad(owner[:, :-1], (1, 0))
-    parent = above + torch.arange(-k, (depth - 1) * k, k, device=chains.device)
-    parent = torch.where(parent < 0, Tree.ROOT, parent)
-    levels = torch.arange(1, depth + 1, device=chains.device).expand(k, -1)
-
-    def nodes(x: Tensor, absent: float, dtype: torch.dtype) -> Tensor:
-        return torch.where(present, x, absent).to(dtype).t().flatten()
-
-    return Tree(
-        token=nodes(chains, Tree.NONE, torch.int32),
-        parent=nodes(parent, Tree.ROOT, torch.int32),
-        depth=nodes(levels, 0, torch.int32),
-        logp=nodes((above - rank[:, None]).float(), -torch.inf, torch.float32),
-        score=nodes((0 - rank[:, None]).float(), -torch.inf, torch.float32),
-    )
 
 
 def _take(tree: Tree, node: Tensor) -> Tree:

@@ -30,7 +30,7 @@ DTYPES = {
 }
 
 
-def load(name: str = "auto", device: str = "auto", dtype: str = "auto") -> model.Model:
+def load(name: str | os.PathLike[str] = "auto", device: str = "auto", dtype: str = "auto") -> model.Model:
     """Load a target model.
 
     Args:
@@ -42,6 +42,7 @@ def load(name: str = "auto", device: str = "auto", dtype: str = "auto") -> model
     """
     where = pick_device(device)
     precision = pick_dtype(dtype, where)
+    name = os.fspath(name)
     if name == "auto":
         name = os.environ.get("NANOSPEC_MODEL") or "smollm2"
     found = checkpoint.open_checkpoint(name)
@@ -52,20 +53,21 @@ def load(name: str = "auto", device: str = "auto", dtype: str = "auto") -> model
     return model.Model(cfg, params, tokenizer, name)
 
 
-def load_eagle(name: str, target: model.Model) -> tuple[eagle.HeadConfig, eagle.HeadParams]:
+def load_eagle(name: str | os.PathLike[str], target: model.Model) -> tuple[eagle.HeadConfig, eagle.HeadParams]:
     """Load an EAGLE-3 head for `target`, on its device and in its dtype.
 
     Args:
       name: a folder or hub id, in the original, the SGLang / SpecForge or the speculators form.
     Errors: as `load`; also ValueError for a head made for another target, naming both sizes.
     """
-    found = checkpoint.open_checkpoint(name)
+    found = checkpoint.open_checkpoint(os.fspath(name))
     cfg = config.parse_head(found.config, target.cfg, found.path)
     tensors = {canonical_head_name(key): stored for key, stored in found.tensors.items()}
     return cfg, build_head(tensors, found.config, cfg, target, found.path)
 
 
 def pick_device(name: str) -> torch.device:
+    """`load`'s device by name, refused where this machine has none."""
     if name == "auto":
         name = os.environ.get("NANOSPEC_DEVICE") or "auto"
     if name == "auto":
@@ -83,6 +85,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`load`'s dtype by name."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in DTYPES:
@@ -110,6 +113,7 @@ def layer_parts(prefix: str, cfg: model.Config, width: int, raw: dict[str, Any])
 
 
 def build_target(found: Checkpoint, cfg: model.Config, device: torch.device, dtype: torch.dtype) -> model.Params:
+    """A target's weights, every tensor checked before the first is read."""
     layers = [layer_parts(f"model.layers.{i}", cfg, cfg.hidden_size, found.config) for i in range(cfg.num_layers)]
     table = (cfg.vocab_size, cfg.hidden_size)
     ends: dict[str, Parts] = {
@@ -179,6 +183,7 @@ def canonical_head_name(key: str) -> str:
 def build_head(
     tensors: Mapping[str, Stored], raw: dict[str, Any], cfg: eagle.HeadConfig, target: model.Model, path: Path
 ) -> eagle.HeadParams:
+    """A head's weights under the original form's names, every tensor checked before the first is read."""
     e, features = cfg.hidden_size, len(cfg.taps) * cfg.target_hidden_size
     full = cfg.draft_vocab_size == cfg.vocab_size
     own: Parts = {"lm_head.weight": (cfg.draft_vocab_size, e), "embed_tokens.weight": (cfg.vocab_size, e)}

@@ -125,28 +125,28 @@ KV_BLOCK = 64  # positions per block of the contraction over keys; page sizes di
 def attention(q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], scale: float) -> Tensor:
     """Softmax attention whose sums run over blocks of KV_BLOCK positions in order, block by block.
 
-    A block that is masked for a row adds exactly zero to that row, so neither padding nor the length of the
+    A block that is hidden from a row adds exactly zero to that row, so neither padding nor the length of the
     neighbours changes its bits. The maximum needs no order.
 
     Args:
       q: [n, M, D], rows of n groups.
-      parts: (k [n * f, T, D], v [n * f, T, D], mask [n, M, T]) in order of position, T a multiple of KV_BLOCK. With
-        f = 1 a group's rows share their keys; otherwise f divides M and each M / f consecutive rows have their own.
-        v must be finite where every row is masked.
+      parts: (k [n * f, T, D], v [n * f, T, D], unseen [n, T / KV_BLOCK, M, KV_BLOCK]) in order of position. With f = 1
+        a group's rows share their keys; otherwise f divides M and each M / f consecutive rows have their own. v must
+        be finite where no row sees it.
       scale: multiplies the scores.
-    Returns: [n, M, D]; 0 for a row that is masked everywhere.
+    Returns: [n, M, D]; 0 for a row that sees nothing.
     """
     n, m, d = q.shape
-    scores = []
-    for k, _, mask in parts:
-        s = _scores(q.reshape(k.shape[0], -1, d), k) * scale
-        s = _merge_rows(s, n)
-        scores.append(s.masked_fill(~mask.view(n, m, -1, KV_BLOCK).transpose(1, 2), -torch.inf))
-    top = torch.stack([s.amax(dim=(1, 3)) for s in scores]).amax(0).detach()
-    top = top.masked_fill(top == -torch.inf, 0.0)
+    scores = [
+        (_merge_rows(_scores(q.reshape(k.shape[0], -1, d), k), n) * scale).masked_fill(unseen, -torch.inf)
+        for k, _, unseen in parts
+    ]
+    tops = [s.amax(dim=(1, 3)) for s in scores]
+    top = tops[0] if len(tops) == 1 else torch.stack(tops).amax(0)
+    top = top.detach().clamp_min(torch.finfo(q.dtype).min)[:, None, :, None]  # -inf - -inf is NaN
     total, out = q.new_zeros(n, m, 1), torch.zeros_like(q)
     for s, (_, v, _) in zip(scores, parts, strict=True):
-        p = torch.exp(s - top[:, None, :, None])
+        p = torch.exp(s - top)
         mass, mixed = p.sum(-1, keepdim=True), _merge_rows(_mix(_split_rows(p, v.shape[0]), v), n)
         for j in range(p.shape[1]):
             total = total + mass[:, j]
@@ -154,11 +154,18 @@ def attention(q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], scale: 
     return out / total.clamp_min(torch.finfo(q.dtype).tiny)
 
 
+def hide(mask: Tensor, kv_heads: int, groups: int) -> Tensor:
+    """mask [B, R, T], which rows see which positions -> `attention`'s unseen [B * K, T / KV_BLOCK, R * G, KV_BLOCK]."""
+    b, r, t = mask.shape
+    unseen = ~mask.view(b, r, t // KV_BLOCK, KV_BLOCK).transpose(1, 2).repeat_interleave(groups, 2)
+    return unseen[:, None].expand(-1, kv_heads, -1, -1, -1).reshape(b * kv_heads, -1, r * groups, KV_BLOCK)
+
+
 def _scores(q: Tensor, k: Tensor) -> Tensor:
     """q [g, m, D], k [g, T, D] -> [g, T / KV_BLOCK, m, KV_BLOCK]."""
     g, m, d = q.shape
     blocks = k.shape[1] // KV_BLOCK
-    q = torch.nn.functional.pad(q, (0, 0, 0, -m % ROW_BLOCK))
+    q = _pad_tile(q)
     tiles = q[:, None].expand(g, blocks, *q.shape[1:]).reshape(g * blocks, -1, d)
     s = torch.bmm(tiles, k.reshape(g * blocks, KV_BLOCK, d).transpose(1, 2))
     return s.view(g, blocks, -1, KV_BLOCK)[:, :, :m]
@@ -167,19 +174,29 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 def _mix(p: Tensor, v: Tensor) -> Tensor:
     """p [g, T / KV_BLOCK, m, KV_BLOCK], v [g, T, D] -> [g, T / KV_BLOCK, m, D], each block by itself."""
     g, blocks, m, _ = p.shape
-    p = torch.nn.functional.pad(p, (0, 0, 0, -m % ROW_BLOCK))
+    p = _pad_tile(p)
     out = torch.bmm(p.reshape(g * blocks, -1, KV_BLOCK), v.reshape(g * blocks, KV_BLOCK, -1))
     return out.view(g, blocks, *out.shape[1:])[:, :, :m]
 
 
 def _merge_rows(x: Tensor, n: int) -> Tensor:
     """[n * f, blocks, m, W] -> [n, blocks, f * m, W]."""
+    if x.shape[0] == n:
+        return x
     _, blocks, m, w = x.shape
     return x.reshape(n, -1, blocks, m, w).transpose(1, 2).reshape(n, blocks, -1, w)
 
 
 def _split_rows(x: Tensor, groups: int) -> Tensor:
     """The inverse of `_merge_rows` for n * f = groups."""
+    if x.shape[0] == groups:
+        return x
     n, blocks, _, w = x.shape
     f = groups // n
     return x.reshape(n, blocks, f, -1, w).transpose(1, 2).reshape(groups, blocks, -1, w)
+
+
+def _pad_tile(x: Tensor) -> Tensor:
+    """Rows [..., m, W] up to a multiple of ROW_BLOCK."""
+    short = -x.shape[-2] % ROW_BLOCK
+    return torch.nn.functional.pad(x, (0, 0, 0, short)) if short else x

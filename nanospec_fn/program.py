@@ -1,0 +1,238 @@
+"""A program: the hashable statics of an engine bound to the steps, and how requests come and go."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanospec_fn import model, pages, slots, step
+from nanospec_fn.attention import Sdpa
+from nanospec_fn.draft import Draft, Nothing, PoolShape, Speculation
+from nanospec_fn.pages import Write
+from nanospec_fn.sampling import Sampling
+from nanospec_fn.step import Info, Params, State, Static
+from nanospec_fn.struct import put, replace
+
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+ATTEND = ("auto", "sdpa", "canonical", "flashinfer")
+CAPTURE = ("auto", "on", "off")
+DEFAULT_TOKENS = 2048  # of a sequence, where nothing says how long they get
+PLAIN = Speculation(depth=0)  # the shape of no tree
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and backends of an engine."""
+
+    max_slots: int = 8  # requests that run at once
+    num_pages: int | None = None  # the sink left out; None: max_slots sequences of at most DEFAULT_TOKENS tokens
+    page_size: int = 16  # positions; divides 64
+    attend: str = "auto"  # "sdpa"; "canonical" and "flashinfer" need CUDA
+    capture: str = "auto"  # "on": one CUDA graph per step and shape; "off": eager, the state donated; "auto": "on"
+    prefill_chunk: int = 512  # most prompt tokens per slot and step
+
+    def validate(self) -> None:
+        """Errors: ValueError naming the field that is out of range."""
+        for name, low, high in (("max_slots", 1, 4096), ("num_pages", 1, 2**30), ("prefill_chunk", 1, 2**20)):
+            value = getattr(self, name)
+            if name == "num_pages" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+        if self.page_size not in PAGE_SIZES or isinstance(self.page_size, bool):
+            raise ValueError(f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {self.page_size!r}")
+        for name, known in (("attend", ATTEND), ("capture", CAPTURE)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+
+
+def lookahead(draft: Draft | None, speculation: Speculation | None) -> int:
+    """Storage positions past the pending token that a round may write."""
+    spec = (speculation or Speculation()) if draft else PLAIN
+    return spec.top_k * spec.depth
+
+
+def build(
+    model: model.Model,
+    draft: Draft | None = None,
+    engine: EngineConfig | None = None,
+    speculation: Speculation | None = None,
+    record: bool = False,
+) -> "Program":
+    """Bind an engine's hashable statics. Weights and state are arguments of its steps.
+
+    Args: record: gather evidence for rules that no request uses too, so that a round can be judged under others.
+    Errors: ValueError naming the parameter that is out of range, or what cannot be combined.
+    """
+    engine = engine or EngineConfig()
+    engine.validate()
+    if draft is None and speculation is not None:
+        raise ValueError("speculation needs a draft; pass draft=, or no speculation for plain decoding")
+    spec = (speculation or Speculation()) if draft else PLAIN
+    if draft:
+        spec.validate()
+        draft.method.check(spec)
+    if engine.attend in ("canonical", "flashinfer"):
+        raise ValueError(f"attend={engine.attend!r} is not there yet; this version has sdpa")
+    num_pages = engine.num_pages
+    if num_pages is None:
+        tokens = min(model.cfg.max_context, DEFAULT_TOKENS) + spec.top_k * spec.depth
+        num_pages = engine.max_slots * -(-tokens // engine.page_size)
+    static = Static(
+        cfg=model.cfg,
+        method=draft.method if draft else Nothing(),
+        speculation=spec,
+        attend=Sdpa(engine.page_size),
+        page_size=engine.page_size,
+        prefill_chunk=engine.prefill_chunk,
+        record=record,
+    )
+    pool = PoolShape(num_pages, engine.page_size, model.params.embed.dtype, model.params.embed.device)
+    return Program(static=static, max_slots=engine.max_slots, pool=pool)
+
+
+@dataclass(frozen=True)
+class Program:
+    """An engine's statics with its steps; holds no state. Every step is pure unless `put` mutates."""
+
+    static: Static
+    max_slots: int
+    pool: PoolShape
+
+    @property
+    def page_size(self) -> int:
+        return self.pool.page_size
+
+    @property
+    def lookahead(self) -> int:
+        """Storage positions past the pending token that a round may write."""
+        return self.static.speculation.top_k * self.static.speculation.depth
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of one request, prompt included: by the context, and by a round with the pool to itself."""
+        return min(self.static.cfg.max_context, self.pool.num_pages * self.page_size - self.lookahead + 1)
+
+    def init(self) -> State:
+        """Empty slots over an empty pool."""
+        table = -(-(self.capacity + self.lookahead) // self.page_size)
+        return State(
+            pages=pages.init(self.pool.num_pages, self.pool.device),
+            pools=self.pool.pools(self.static.cfg, self.static.cfg.num_layers),
+            slots=slots.init(self.max_slots, self.capacity, table, self.pool.device),
+            draft=self.static.method.init(self.pool, self.max_slots, self.static.speculation.depth + 1),
+        )
+
+    def fits(self, tokens: int) -> str:
+        """Why a prompt of so many tokens can never run here, or ""."""
+        if tokens >= self.static.cfg.max_context:
+            return f"its {tokens} tokens leave no room in the model's context of {self.static.cfg.max_context}"
+        need = -(-(tokens + 1 + self.lookahead) // self.page_size)
+        if need > self.pool.num_pages:
+            return (
+                f"its {tokens} tokens need {need} pages of {self.page_size} with a look-ahead of {self.lookahead}, "
+                f"the pool has {self.pool.num_pages}"
+            )
+        return ""
+
+    def insert(
+        self,
+        state: State,
+        slot: int,
+        tokens: list[int],
+        request: Sampling,
+        emitted: int = 0,
+        share: int | None = None,
+        put: Write = put,
+    ) -> State:
+        """Put a request into an empty slot; `prefill` then works on it.
+
+        Args:
+          tokens: the prompt, followed by the `emitted` tokens of an earlier stay (nothing is emitted for these again).
+          share: a slot whose prompt is the same and prefilled: its full pages are shared, the last one is copied.
+        Errors: ValueError for an occupied slot, a token out of range, a request that can never fit.
+        """
+        prompt = self._check(state, slot, tokens, request, emitted)
+        stop_ids = (*request.stop_ids, *(() if request.ignore_eos else self.static.cfg.eos_ids))
+        limit = min(prompt + request.max_tokens, self.capacity)
+        state = replace(state, slots=slots.insert(state.slots, slot, tokens, emitted, limit, stop_ids, request))
+        return state if share is None else self._share(state, slot, share, prompt - 1, put)
+
+    def check_request(self, request: Sampling) -> None:
+        """Errors: ValueError for sampling parameters that are out of range or that this engine cannot serve."""
+        request.validate()
+        ids = len(request.stop_ids) + len(self.static.cfg.eos_ids)
+        if ids > slots.MAX_STOP_IDS:
+            raise ValueError(f"stop_ids and the model's EOS ids are {ids}, at most {slots.MAX_STOP_IDS} fit")
+        if self.static.speculation.coupled and request.rule != "exact":
+            raise ValueError(f"rule {request.rule!r} has no closed form with coupled proposals; use coupled=False")
+
+    def _check(self, state: State, slot: int, tokens: list[int], request: Sampling, emitted: int) -> int:
+        self.check_request(request)
+        if not 0 <= slot < self.max_slots:
+            raise ValueError(f"slot is {slot}, the engine has {self.max_slots}")
+        if bool(state.slots.active[slot]):
+            raise ValueError(f"slot {slot} holds a request; evict it first")
+        if emitted < 0 or len(tokens) - emitted < 1:
+            raise ValueError(f"a prompt is empty: {len(tokens)} tokens of which {emitted} emitted")
+        wrong = [t for t in tokens if not 0 <= t < self.static.cfg.vocab_size]
+        if wrong:
+            raise ValueError(f"tokens holds {wrong[0]}, the vocabulary has {self.static.cfg.vocab_size}")
+        if reason := self.fits(len(tokens) - emitted):
+            raise ValueError(f"the prompt can never fit: {reason}")
+        return len(tokens) - emitted
+
+    def _share(self, state: State, slot: int, donor: int, tokens: int, put: Write) -> State:
+        """Take over the KV of the donor's first `tokens` positions: whole pages by reference, the rest as a copy."""
+        whole, rest = divmod(tokens, self.page_size)
+        row = state.slots.page_table[donor]
+        ids = row[:whole]
+        free = pages.share(state.pages, ids)
+        # The last page is about to be written, by both: copy it now, or recompute its tokens if no page is left.
+        free, page_id, ok = pages.alloc(free, torch.full_like(row[:1], int(rest > 0)), 1)
+        copied = ok[0] & (page_id[0, 0] > pages.SINK)
+        source = torch.where(copied, row[whole], pages.SINK)
+        dest = torch.where(copied, page_id[0, 0], pages.SINK)
+        s = state.slots
+        s = replace(
+            s,
+            page_table=_put_row(s.page_table, slot, torch.cat((ids, dest[None], row[whole + 1 :] * 0))),
+            num_pages=_put_row(s.num_pages, slot, copied + whole),
+            length=_put_row(s.length, slot, torch.where(copied, tokens, whole * self.page_size)),
+        )
+        return State(
+            pages=free,
+            pools=tuple(pages.copy_page(pool, source, dest, put) for pool in state.pools),
+            slots=s,
+            draft=replace(
+                state.draft, pools=tuple(pages.copy_page(pool, source, dest, put) for pool in state.draft.pools)
+            ),
+        )
+
+    def evict(self, state: State, slot: int, put: Write = put) -> State:
+        """Empty a slot and drop its references to pages."""
+        if not 0 <= slot < self.max_slots:
+            raise ValueError(f"slot is {slot}, the engine has {self.max_slots}")
+        s, held = slots.evict(state.slots, slot)
+        return replace(state, slots=s, pages=pages.free(state.pages, held))
+
+    def prefill(
+        self, params: Params, state: State, slot: Tensor | None = None, chunk: int | None = None, put: Write = put
+    ) -> tuple[State, Info]:
+        """`step.prefill`: one chunk of prompt for every slot that has some left."""
+        return step.prefill(self.static, params, state, slot, chunk, put)
+
+    def decode(self, params: Params, state: State, slot: Tensor | None = None, put: Write = put) -> tuple[State, Info]:
+        """`step.decode`: one token for every running slot."""
+        return step.decode(self.static, params, state, slot, put)
+
+    def speculate(
+        self, params: Params, state: State, slot: Tensor | None = None, put: Write = put
+    ) -> tuple[State, Info]:
+        """`step.speculate`: one round for every running slot."""
+        return step.speculate(self.static, params, state, slot, put)
+
+
+def _put_row(x: Tensor, slot: int, value: Tensor) -> Tensor:
+    """x [B, ...] with row `slot` replaced."""
+    return x.index_put((torch.tensor([slot], device=x.device),), value.to(x.dtype)[None])
