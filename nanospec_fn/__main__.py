@@ -22,28 +22,37 @@ def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="complete a prompt, with speculation",
         description="Complete a prompt: the text as it comes, then one line of statistics.",
         epilog="Exit codes: 0; 2 for bad arguments; 1 for a failed run, or a difference that --compare found.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     generate.add_argument("prompt", metavar="PROMPT", help="the chat template is applied where the tokenizer has one")
     arguments.add_engine(generate)
     tree = generate.add_argument_group("speculation")
-    tree.add_argument("--spec-topk", type=int, default=1, metavar="K", help="nodes per level; 1 is a chain")
-    tree.add_argument("--spec-depth", type=int, default=5, metavar="D", help="levels")
-    tree.add_argument("--spec-nodes", type=int, metavar="N", help="drafted nodes that are verified, at most K * D")
+    tree.add_argument("--spec-topk", type=int, default=1, metavar="K", help="nodes per level (%(default)s: a chain)")
+    tree.add_argument("--spec-depth", type=int, default=5, metavar="D", help="levels (%(default)s)")
+    tree.add_argument("--spec-nodes", type=int, metavar="N", help="drafted nodes that are verified (K * D)")
     tree.add_argument("--coupled", action="store_true", help="proposals share the target's noise (rule exact)")
     sampling = generate.add_argument_group("sampling")
     limit = arguments.environment(generate, "NANOSPEC_MAX_NEW", int, 128)
-    sampling.add_argument("--max-tokens", type=int, default=limit, metavar="N", help="NANOSPEC_MAX_NEW, or")
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off")
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
-    sampling.add_argument("--seed", type=int, default=0)
-    sampling.add_argument("--rule", default="exact", metavar="exact|relaxed|power", help="how drafts are accepted")
-    sampling.add_argument("--tau", type=float, default=1.0, help="relaxed: accept from this probability on")
+    sampling.add_argument("--max-tokens", type=int, default=limit, metavar="N", help="(NANOSPEC_MAX_NEW, else 128)")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(%(default)s: greedy)")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="(%(default)s: off)")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="(%(default)s: off)")
+    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
     sampling.add_argument(
-        "--accept-topk", type=int, default=0, metavar="K", help="relaxed: or among the K most probable"
+        "--rule", default="exact", metavar="exact|relaxed|power", help="how drafts are accepted (%(default)s)"
     )
-    sampling.add_argument("--alpha", type=float, default=1.0, help="power: exponent of the acceptance probability")
+    sampling.add_argument(
+        "--tau", type=float, default=1.0, metavar="P", help="relaxed: accept from this probability on (%(default)s)"
+    )
+    sampling.add_argument(
+        "--accept-topk", type=int, default=0, metavar="K", help="relaxed: or among the K most probable (%(default)s)"
+    )
+    sampling.add_argument(
+        "--alpha",
+        type=float,
+        default=1.0,
+        metavar="A",
+        help="power: exponent of the acceptance probability (%(default)s)",
+    )
     output = generate.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object a completion and nothing else")
     output.add_argument("--compare", action="store_true", help="also decode plainly; exit code 1 if a byte differs")

@@ -34,17 +34,24 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     """--model, --draft, --device, --backend."""
     group = parser.add_argument_group("engine")
     group.add_argument(
-        "--model", default="auto", help='"smollm2", a folder, a .gguf file or a hub id (NANOSPEC_MODEL, else smollm2)'
+        "--model",
+        default="auto",
+        metavar="M",
+        help='"smollm2", a folder, a .gguf file or a hub id (NANOSPEC_MODEL, else smollm2)',
     )
     group.add_argument(
         "--draft",
         type=draft_name,
         default="auto",
         metavar="|".join((*DRAFTS, "eagle:X", "model:X")),
-        help="X: a folder or hub id (eagle:NANOSPEC_EAGLE, else the head bundled with the model, else ngram)",
+        help="X: a folder or hub id (eagle:NANOSPEC_EAGLE, else the model's bundled head, else ngram)",
     )
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (NANOSPEC_DEVICE, else auto)")
-    group.add_argument("--backend", default=None, help=f"{', '.join(BACKENDS)} (NANOSPEC_BACKEND, else auto)")
+    group.add_argument(
+        "--device", default="auto", metavar="D", help="auto, cpu, cuda, cuda:N or mps (NANOSPEC_DEVICE, else auto)"
+    )
+    group.add_argument(
+        "--backend", default=None, metavar="B", help=f"{', '.join(BACKENDS)} (NANOSPEC_BACKEND, else auto)"
+    )
 
 
 def draft_name(text: str) -> str:

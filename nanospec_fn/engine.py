@@ -1,11 +1,12 @@
 """A prepared engine and the host loop over it: policy is schedule.py's, arithmetic is step.py's, this connects them."""
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from nanospec_fn import schedule, slots
+from nanospec_fn import schedule, slots, trace
 from nanospec_fn.capture import capture, donate
 from nanospec_fn.draft import Draft, Speculation
 from nanospec_fn.model import Model
@@ -35,14 +36,24 @@ class Update:
     origin: list[int]  # 0: the target's own token; d: a draft node at depth d
     accepted: int | None  # drafted tokens that were emitted; None: the prefill's token, which belongs to no round
     finish_reason: str | None
+    evidence: tuple[trace.Nodes, trace.Rows] | None = None  # of an engine that records
+    step: int = 0  # of this call
+    milliseconds: float = 0.0  # of the step
 
 
 class Engine:
     """A program, its state and its captured steps, kept between calls. Not for use by two threads at once."""
 
-    def __init__(self, model: Model, draft: Draft | None, config: EngineConfig | None, speculation: Speculation | None):
+    def __init__(
+        self,
+        model: Model,
+        draft: Draft | None,
+        config: EngineConfig | None,
+        speculation: Speculation | None,
+        record: bool = False,
+    ):
         self.model, self.draft = model, draft
-        self.program = build(model, draft=draft, engine=config, speculation=speculation)
+        self.program = build(model, draft=draft, engine=config, speculation=speculation, record=record)
         self.params = Params(target=model.params, draft=draft.params if draft else ())
         wrap = donate if config is not None and config.capture == "off" else capture
         self.prefill = wrap(self.program.prefill)
@@ -77,12 +88,46 @@ def prepare(
     draft: Draft | None = None,
     engine: EngineConfig | None = None,
     speculation: Speculation | None = None,
+    record: bool = False,
 ) -> Engine:
     """An engine to pass to `generate` or `stream` again and again: its pool and graphs are made once.
 
+    Args: record: gather what a trace needs.
     Errors: ValueError naming the parameter that is out of range or cannot be combined.
     """
-    return Engine(model, draft, engine, speculation)
+    return Engine(model, draft, engine, speculation, record)
+
+
+def trace_header(engine: Engine, requests: Sequence[Request], prompt: Sequence[int], file: trace.File) -> trace.Header:
+    """The first line of a trace. Args: prompt: each request's index among the prompts of its call."""
+    program, draft = engine.program, engine.draft
+    static, pool = program.static, program.pool
+    recorded = []
+    for index, request in zip(prompt, requests, strict=True):
+        tokens, asked = len(request.tokens), request.sampling
+        limit = min(tokens + asked.max_tokens, program.capacity)  # as Program.insert has it; replay checks this
+        stop_ids = {*asked.stop_ids, *(() if asked.ignore_eos else static.cfg.eos_ids)}
+        recorded.append(trace.Request(index, tokens, limit, sorted(stop_ids), asked))
+    sizes: dict[str, int | str] = {
+        "max_slots": program.max_slots,
+        "num_pages": pool.num_pages,
+        "page_size": pool.page_size,
+    }
+    attend, dtype = type(static.attend).__name__, str(pool.dtype).removeprefix("torch.")
+    return trace.Header(
+        format=trace.FORMAT,
+        version=trace.VERSION,
+        model=engine.model.name,
+        config=trace.fingerprint(static.cfg),
+        draft=type(draft.method).__name__ if draft else None,
+        speculation=static.speculation if draft else None,
+        engine=sizes
+        | {"prefill_chunk": static.prefill_chunk, "attend": attend, "dtype": dtype}
+        | trace.arithmetic(pool.device),
+        policy_version=file.policy_version,
+        draft_version=file.draft_version,
+        requests=recorded,
+    )
 
 
 def serve(engine: Engine, requests: Sequence[Request]) -> Iterator[Update]:
@@ -94,6 +139,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Iterator[Update]:
     arrived = [schedule.Request(i, len(r.tokens), group[i]) for i, r in enumerate(requests)]
     emitted: list[list[int]] = [[] for _ in requests]
     host, events = schedule.HostState(), schedule.Events(arrived=tuple(arrived))
+    step = 0
     try:
         while True:
             host, plan = schedule.plan(config, host, events)
@@ -107,22 +153,28 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Iterator[Update]:
             taking_part = plan.prefill or plan.round
             if not taking_part:
                 return
+            started = time.perf_counter()
             rows, info = engine.run(taking_part, plan.bucket, plan.chunk)
-            updates, events = _read(host, taking_part, rows, info, prefill=bool(plan.prefill))
+            updates, events = _read(host, taking_part, rows, info, bool(plan.prefill), program.static.record)
+            milliseconds = (time.perf_counter() - started) * 1e3
             for update in updates:
                 emitted[update.index] += update.tokens
-                yield update
+                yield replace(update, step=step, milliseconds=milliseconds)
+            step += 1
     finally:
         if not host.idle:  # left early: by an error, ctrl-C, or a caller that stopped listening
             engine.reset()
 
 
 def _read(
-    host: schedule.HostState, taking_part: Sequence[int], rows: list[int], info: Info, prefill: bool
+    host: schedule.HostState, taking_part: Sequence[int], rows: list[int], info: Info, prefill: bool, record: bool
 ) -> tuple[list[Update], schedule.Events]:
     """Bring a step's info to the host: updates for the caller, events for the policy."""
     read = {name: getattr(info, name).tolist() for name in ("tokens", "target_logp", "behaviour_logp", "count")}
     read |= {name: getattr(info, name).tolist() for name in ("accepted", "done", "ok", "left")}
+    evidence: Sequence[tuple[trace.Nodes, trace.Rows] | None] = [None] * len(rows)
+    if record:
+        evidence = trace.to_host(info.tree, info.evidence)
     running = {r.slot: r for r in host.running}
     updates, prefilled, emitted, refused, finished = [], [], [], [], []
     for i, slot in enumerate(rows):
@@ -149,6 +201,7 @@ def _read(
                 origin=[d + 1 if d < accepted else 0 for d in range(count)],
                 accepted=None if prefill else accepted,
                 finish_reason=reason,
+                evidence=evidence[i],
             )
         )
     return updates, schedule.Events(

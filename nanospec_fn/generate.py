@@ -1,5 +1,7 @@
 """Prompts in, completions out: `generate`, `stream` and `score`."""
 
+import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -7,14 +9,16 @@ import torch
 from tqdm import tqdm
 
 from nanospec_fn import chat
+from nanospec_fn import trace as tracing
 from nanospec_fn.draft import Draft, Speculation
-from nanospec_fn.engine import Engine, Request, Update, serve
+from nanospec_fn.engine import Engine, Request, Update, serve, trace_header
 from nanospec_fn.model import Model, forward
 from nanospec_fn.program import EngineConfig, lookahead
 from nanospec_fn.sampling import Sampling, controls, log_probs
 from nanospec_fn.struct import replace
 
 Prompt = str | Sequence[int]
+TraceFile = str | os.PathLike[str] | tracing.File
 
 
 @dataclass
@@ -39,7 +43,9 @@ class Chunk:
     tokens: list[int]
     text: str  # whole characters only; "" without a tokenizer
     finish_reason: str | None
-    origin: list[int]  # as in Completion, for these tokens
+    target_logp: list[float]  # as in Completion, for these tokens; the next two as well
+    behaviour_logp: list[float]
+    origin: list[int]
     accepted: int | None  # drafted tokens that were emitted; None where the chunk is no round's
 
 
@@ -51,6 +57,7 @@ def generate(
     speculation: Speculation | None = None,
     engine: EngineConfig | Engine | None = None,
     progress: bool = False,
+    trace: TraceFile | None = None,
     on_error: str = "raise",
 ) -> list[Completion]:
     """Complete every prompt.
@@ -61,12 +68,14 @@ def generate(
       draft, speculation: how tokens are proposed; None: plain decoding. A prepared engine has its own.
       engine: sizes, or what `prepare` returned; None, or no `num_pages`: a pool that holds these prompts.
       progress: show a progress bar on stderr.
+      trace: a path that the round trace is written to (nanospec_fn/trace.py), or a `trace.File` with the weights'
+        versions; nothing of the output depends on it. A prepared engine must have been prepared with record=True.
       on_error: "raise", or "return": a prompt that can never fit gets finish_reason "error", the others are served.
     Returns: completions in the order of the prompts. Ctrl-C returns early: unfinished ones carry what they have and
       finish_reason "aborted".
     Errors: ValueError, before any work, naming the parameter, or the index of a prompt that can never fit.
     """
-    job = _job(model, prompts, sampling, draft, speculation, engine, on_error)
+    job = _job(model, prompts, sampling, draft, speculation, engine, trace, on_error)
     with tqdm(total=len(job.completions), unit="prompt", disable=not progress) as bar:
         bar.update(len(job.completions) - len(job.requests))
         tokens = 0
@@ -87,27 +96,37 @@ def stream(
     draft: Draft | None = None,
     speculation: Speculation | None = None,
     engine: EngineConfig | Engine | None = None,
+    trace: TraceFile | None = None,
     on_error: str = "raise",
 ) -> Iterator[Chunk]:
     """`generate`, piece by piece: an iterator of chunks, one whenever a completion grows or ends.
 
     Arguments and errors as for `generate`; bad arguments raise here, not at the first chunk.
     """
-    return _chunks(_job(model, prompts, sampling, draft, speculation, engine, on_error))
+    return _chunks(_job(model, prompts, sampling, draft, speculation, engine, trace, on_error))
 
 
 def _chunks(job: "_Job") -> Iterator[Chunk]:
     shown = [0] * len(job.completions)
     for index, completion in enumerate(job.completions):
         if completion.finish_reason:
-            yield Chunk(index, [], "", completion.finish_reason, [], None)
+            yield Chunk(index, [], "", completion.finish_reason, [], [], [], None)
     for update in job.run():
         completion = job.completions[update.index]
         text = job.text(completion) or ""
         if not update.finish_reason:
             text = text.rstrip("\ufffd")  # a character that lies across tokens is held back until it is whole
         added, shown[update.index] = text[shown[update.index] :], len(text)
-        yield Chunk(update.index, update.tokens, added, update.finish_reason, update.origin, update.accepted)
+        yield Chunk(
+            index=update.index,
+            tokens=update.tokens,
+            text=added,
+            finish_reason=update.finish_reason,
+            target_logp=update.target_logp,
+            behaviour_logp=update.behaviour_logp,
+            origin=update.origin,
+            accepted=update.accepted,
+        )
 
 
 def score(model: Model, prompt: Prompt, tokens: Sequence[int], sampling: Sampling | None = None) -> list[float]:
@@ -139,13 +158,40 @@ class _Job:
     requests: list[Request]
     origin: list[int]  # the prompt of each request: those that can never fit are none
     completions: list[Completion]
+    trace: tracing.File | None
 
     def run(self) -> Iterator[Update]:
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            writer = stack.enter_context(tracing.Writer(self.trace)) if self.trace else None
             for update in serve(self.engine, self.requests):
+                if writer:
+                    writer.write(self._round(update, writer.file))
                 update = replace(update, index=self.origin[update.index])
                 self._add(update)
                 yield update
+
+    def _round(self, update: Update, file: tracing.File) -> tracing.Round:
+        """The record of an update that has not been added yet."""
+        assert update.evidence is not None  # _job made sure that the engine records
+        request, (nodes, rows) = self.requests[update.index], update.evidence
+        return tracing.Round(
+            step=update.step,
+            request=update.index,
+            prefill=update.accepted is None,
+            seed=request.sampling.seed,
+            position=len(request.tokens) + len(self.completions[self.origin[update.index]].tokens),
+            nodes=nodes,
+            rows=rows,
+            path=tracing.path_of(nodes, update.tokens[: update.accepted or 0]),
+            tokens=update.tokens,
+            target_logp=update.target_logp,
+            behaviour_logp=update.behaviour_logp,
+            origin=update.origin,
+            finish_reason=update.finish_reason,
+            ms={"step": update.milliseconds},
+            policy_version=file.policy_version,
+            draft_version=file.draft_version,
+        )
 
     def _add(self, update: Update) -> None:
         completion = self.completions[update.index]
@@ -178,19 +224,25 @@ def _job(
     draft: Draft | None,
     speculation: Speculation | None,
     engine: EngineConfig | Engine | None,
+    trace: TraceFile | None,
     on_error: str,
 ) -> _Job:
-    """Check every argument, then make the engine; nothing has run when this raises."""
+    """Check every argument, then make the engine and begin the trace; nothing has run when this raises."""
     if on_error not in ("raise", "return"):
         raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
     if isinstance(prompts, str):
         raise ValueError("prompts must be a list of prompts, got one string")
+    file = trace if isinstance(trace, tracing.File) or trace is None else tracing.File(trace)
+    if file:
+        file.validate()
     requests = _requests(model, prompts, sampling)
     if isinstance(engine, Engine):
+        if file and not engine.program.static.record:
+            raise ValueError("trace needs an engine that was prepared with record=True")
         if (draft is not None and draft is not engine.draft) or speculation is not None or model is not engine.model:
             raise ValueError("engine was prepared with a model, draft and speculation of its own; pass no others")
     else:
-        engine = _sized(model, requests, draft, speculation, engine or EngineConfig())
+        engine = _sized(model, requests, draft, speculation, engine or EngineConfig(), record=file is not None)
     for request in requests:
         engine.program.check_request(request.sampling)
     fit = [engine.program.fits(len(r.tokens)) for r in requests]
@@ -198,12 +250,16 @@ def _job(
         if reason and on_error == "raise":
             raise ValueError(f"prompt {index} can never fit: {reason}")
     completions = [Completion(finish_reason="error", error=reason) if reason else Completion() for reason in fit]
-    return _Job(
+    job = _Job(
         engine=engine,
         requests=[r for r, reason in zip(requests, fit, strict=True) if not reason],
         origin=[i for i, reason in enumerate(fit) if not reason],
         completions=completions,
+        trace=file,
     )
+    if file:
+        tracing.create(file, trace_header(engine, job.requests, job.origin, file))
+    return job
 
 
 def _requests(model: Model, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None) -> list[Request]:
@@ -235,6 +291,7 @@ def _sized(
     draft: Draft | None,
     speculation: Speculation | None,
     config: EngineConfig,
+    record: bool,
 ) -> Engine:
     """An engine for just these requests: no more slots than prompts, and pages for the longest of them at once."""
     config.validate()
@@ -245,4 +302,4 @@ def _sized(
         room = [len(r.tokens) + r.sampling.max_tokens for r in requests if len(r.tokens) < model.cfg.max_context]
         longest = sorted((min(n, model.cfg.max_context) + ahead + 1 for n in room), reverse=True)[:max_slots]
         num_pages = sum(-(-n // config.page_size) for n in longest) or 1
-    return Engine(model, draft, replace(config, max_slots=max_slots, num_pages=num_pages), speculation)
+    return Engine(model, draft, replace(config, max_slots=max_slots, num_pages=num_pages), speculation, record)

@@ -1,0 +1,1 @@
+"""Benchmarks: measured rows as JSON lines."""

@@ -1,0 +1,90 @@
+"""One timed pass over a set of prompts."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import nanospec_fn as ns
+
+NAN = float("nan")
+LOOK_AHEAD = 32  # positions past a request's end that the largest tree may write
+WARM_UP = 8  # tokens
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one pass over all prompts gave; NaN where an engine has no such figure."""
+
+    outputs: list[list[int]]  # tokens per prompt, stop token included
+    seconds: float  # the whole call, prefill included
+    tpot_ms: float  # mean over requests: first token to last, per token after the first
+    round_ms: float  # the same time per round
+    mean_accepted_len: float  # (tokens - completions) / rounds
+
+
+class Engine(Protocol):
+    """What a benchmarked engine does."""
+
+    def measure(self, requests: Sequence[Sequence[int]], bs: int, max_tokens: int) -> Measured:
+        """Complete token-id prompts greedily, at most `bs` at once."""
+
+
+class Nanospec:
+    """This engine: one prepared engine per batch size, with pages enough that nothing is preempted."""
+
+    def __init__(
+        self, model: ns.Model, draft: ns.Draft | None, speculation: ns.Speculation | None, config: ns.EngineConfig
+    ) -> None:
+        # Without its tokenizer: no text is made, as in the engines that this one is compared with.
+        self.model, self.draft, self.speculation = dataclasses.replace(model, tokenizer=None), draft, speculation
+        self.config = config
+        self.engines: dict[int, ns.Engine] = {}
+
+    def measure(self, requests: Sequence[Sequence[int]], bs: int, max_tokens: int) -> Measured:
+        """Complete token-id prompts, at most `bs` at once; the first call for a batch size warms up and captures."""
+        if bs not in self.engines:
+            sized = dataclasses.replace(self.config, max_slots=bs, num_pages=self.pages(requests, bs, max_tokens))
+            self.engines[bs] = ns.prepare(self.model, self.draft, sized, self.speculation)
+            timed(self.engines[bs], requests[:bs], min(max_tokens, WARM_UP))
+        return timed(self.engines[bs], requests, max_tokens)
+
+    def pages(self, requests: Sequence[Sequence[int]], bs: int, max_tokens: int) -> int:
+        """Pages for the longest `bs` requests at once."""
+        limit, size = self.model.cfg.max_context, self.config.page_size
+        longest = sorted((min(len(r) + max_tokens, limit) for r in requests), reverse=True)[:bs]
+        return sum(-(-(n + LOOK_AHEAD) // size) for n in longest)
+
+
+def timed(engine: ns.Engine, requests: Sequence[Sequence[int]], max_tokens: int) -> Measured:
+    """One pass on a prepared engine."""
+    outputs: list[list[int]] = [[] for _ in requests]
+    rounds, first, last = [0] * len(requests), [NAN] * len(requests), [NAN] * len(requests)
+    start = time.perf_counter()
+    for chunk in ns.stream(engine.model, requests, ns.Sampling(max_tokens=max_tokens), engine=engine):
+        i = chunk.index
+        last[i] = time.perf_counter()
+        if not outputs[i]:
+            first[i] = last[i]
+        outputs[i] += chunk.tokens
+        rounds[i] += chunk.accepted is not None
+    seconds = time.perf_counter() - start
+    decode = [b - a for a, b in zip(first, last, strict=True)]
+    return Measured(
+        outputs,
+        seconds,
+        tpot_ms=1e3 * mean([t / (len(o) - 1) for t, o in zip(decode, outputs, strict=True) if len(o) > 1]),
+        round_ms=1e3 * mean([t / r for t, r in zip(decode, rounds, strict=True) if r]),
+        mean_accepted_len=ratio(sum(map(len, outputs)) - len(outputs), sum(rounds)),
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean, NaN of nothing."""
+    return ratio(sum(values), len(values))
+
+
+def ratio(a: float, b: float) -> float:
+    """a / b, NaN where b is 0."""
+    return a / b if b else NAN

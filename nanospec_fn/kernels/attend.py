@@ -1,0 +1,236 @@
+"""Row-canonical attention over paged KV on a GPU, in Triton: one arithmetic for decode, tree verify and prefill.
+
+A row's keys lie in blocks of BLOCK positions from position 0. Each block gives a share (its top score, the mass of
+weights relative to it, the weighted values) that depends on the row and the block alone; shares are folded in order.
+A block that is hidden from the row changes no bit. So it does not matter which program computes a share, or whether it
+is folded at once (many rows) or stored and folded by another program (few rows, long contexts).
+
+Lengths, page tables and trees are read on the device; nothing is planned on the host.
+
+Shapes: B slots, R rows of a slot, n = B * R, H query heads, K KV heads, G = H / K, D head dim, S page size,
+M page-table width, NB blocks that a table can hold.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 64  # positions; page sizes divide it
+ALL, SHARED, OWN = 0, 1, 2  # which blocks: all; those that the rows of a slot share; those that each row has for itself
+
+
+@triton.jit
+def _store_kv(
+    k, v, pool, store, position, table, k_stride, v_stride, pool_page, pool_half,
+    R, M, S, KD, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(position + row) >= 0:
+        at = tl.load(store + row)
+        page = tl.load(table + row // R * M + at // S).to(tl.int64)
+        i = tl.arange(0, WIDTH)
+        to = pool + page * pool_page + at % S * KD + i
+        tl.store(to, tl.load(k + row * k_stride + i, mask=i < KD), mask=i < KD)
+        tl.store(to + pool_half, tl.load(v + row * v_stride + i, mask=i < KD), mask=i < KD)
+
+
+def store_kv(pool: Tensor, k: Tensor, v: Tensor, store: Tensor, position: Tensor, page_table: Tensor) -> None:
+    """Write k, v [n, K, D] of live rows to storage positions store [B, R] of the pool [P + 1, 2, S, K, D], in place."""
+    n, kv_heads, d = k.shape
+    k, v = (x if x.stride(2) == 1 and x.stride(1) == d else x.contiguous() for x in (k, v))
+    if n:
+        _store_kv[(n,)](
+            k, v, pool, store, position, page_table, k.stride(0), v.stride(0), pool.stride(0), pool.stride(1),
+            store.shape[1], page_table.shape[1], pool.shape[2], kv_heads * d,
+            WIDTH=triton.next_power_of_2(kv_heads * d), num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _share(q, k, v, visible, scale):
+    """One block's share: top [rows], mass [rows], mix [rows, D]. q [rows, D], k, v [BLOCK, D], visible [rows, BLOCK]."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    s = tl.where(visible, s, -float("inf"))
+    top = tl.max(s, 1)
+    p = tl.exp(s - tl.where(top == -float("inf"), 0.0, top)[:, None]).to(v.dtype)
+    mix = tl.dot(p, v, input_precision="ieee")
+    # The mass goes through the tensor core too: the order of tl.sum along a row follows from the layout of a tile.
+    ones = tl.full((v.shape[0], 16), 1.0, v.dtype)
+    mass = tl.max(tl.dot(p, ones, input_precision="ieee"), 1)
+    return top, mass, mix
+
+
+@triton.jit
+def _fold(top, mass, mix, top_b, mass_b, mix_b):
+    """What is known of a row, and the share of the next block -> what is known then. mix [rows, D]."""
+    new = tl.maximum(top, top_b)
+    seen = top_b > -float("inf")
+    a, b = tl.exp(top - new), tl.exp(top_b - new)
+    mass = tl.where(seen, mass * a + mass_b * b, mass)
+    mix = tl.where(seen[:, None], mix * a[:, None] + mix_b * b[:, None], mix)
+    return new, mass, mix
+
+
+@triton.jit
+def _finish(mass, mix):
+    return tl.where(mass > 0, 1.0, 0.0)[:, None] * (mix / tl.where(mass > 0, mass, 1.0)[:, None])
+
+
+@triton.jit
+def _attend(
+    q, pool, out, tops, masses, mixes, position, base, path, table,
+    scale, pool_page, pool_half, pool_slot, R, M, S, J, NB, K, D,
+    G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PART: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Programs: (row tiles, B * K, splits). A tile is ROWS of a slot's R * G query rows, or one row's G for OWN."""
+    slot, head = tl.program_id(1) // K, tl.program_id(1) % K
+    lane = tl.arange(0, ROWS)
+    if PART == 2:
+        row, group, live = tl.program_id(0) + lane * 0, lane, lane < G
+    else:
+        at = tl.program_id(0) * ROWS + lane
+        row, group, live = at // G, at % G, at < R * G
+    row = tl.where(live, row, 0)
+    seen_to = tl.where(live, tl.load(position + slot * R + row), -1)  # the last position that the row sees
+    furthest = tl.max(seen_to, 0)
+    stop = (furthest + BLOCK) // BLOCK
+    start = 0
+    if PART == 1:
+        stop = min(stop, tl.load(base + slot) // BLOCK)
+    if PART == 2:
+        start = tl.load(base + slot) // BLOCK
+    if SPLIT and PART != 0 and start + tl.program_id(2) >= stop:
+        return
+    if SPLIT and PART == 0 and tl.program_id(2) >= stop:
+        return
+
+    d = tl.arange(0, WIDTH)
+    query = ((slot * R + row) * K + head).to(tl.int64) * G + group  # of [n * H]
+    q_tile = tl.load(q + query[:, None] * D + d[None, :], mask=live[:, None] & (d[None, :] < D), other=0)
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    mass = tl.zeros((ROWS,), tl.float32)
+    mix = tl.zeros((ROWS, WIDTH), tl.float32)
+    if PART == 2 and not SPLIT:  # go on from where SHARED stopped
+        top = tl.load(tops + query, mask=live, other=-float("inf"))
+        mass = tl.load(masses + query, mask=live, other=0)
+        mix = tl.load(mixes + query[:, None] * D + d[None, :], mask=live[:, None] & (d[None, :] < D), other=0)
+
+    first, step = start, 1
+    if SPLIT:
+        first, step = start + tl.program_id(2), tl.num_programs(2)
+    for block in range(first, stop, step):
+        column = block * BLOCK + tl.arange(0, BLOCK)  # positions
+        read = column <= furthest
+        place = column
+        if PART == 2:
+            ahead = column - tl.load(base + slot)
+            entry = path + (slot * R + tl.program_id(0)) * J + ahead
+            place = tl.where(ahead >= 0, tl.load(entry, mask=read & (ahead >= 0), other=0), column)
+        page = tl.load(table + slot * M + place // S, mask=read, other=0).to(tl.int64)
+        kv = page * pool_page + (place % S).to(tl.int64) * pool_slot + head * D
+        kv_at = pool + kv[:, None] + d[None, :]
+        kv_mask = read[:, None] & (d[None, :] < D)
+        k = tl.load(kv_at, mask=kv_mask, other=0)
+        v = tl.load(kv_at + pool_half, mask=kv_mask, other=0)
+        top_b, mass_b, mix_b = _share(q_tile, k, v, column[None, :] <= seen_to[:, None], scale)
+        if SPLIT:
+            tl.store(tops + query * NB + block, top_b, mask=live)
+            tl.store(masses + query * NB + block, mass_b, mask=live)
+            to = mixes + (query * NB + block)[:, None] * D + d[None, :]
+            tl.store(to, mix_b, mask=live[:, None] & (d[None, :] < D))
+        else:
+            top, mass, mix = _fold(top, mass, mix, top_b, mass_b, mix_b)
+    if not SPLIT:
+        to = query[:, None] * D + d[None, :]
+        mask = live[:, None] & (d[None, :] < D)
+        if PART == 1:
+            tl.store(tops + query, top, mask=live)
+            tl.store(masses + query, mass, mask=live)
+            tl.store(mixes + to, mix, mask=mask)
+        else:
+            tl.store(out + to, _finish(mass, mix).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _merge(tops, masses, mixes, out, position, NB, H, D, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Fold the stored shares of one row and head, in order."""
+    query = tl.program_id(0).to(tl.int64)
+    stop = (tl.load(position + query // H) + BLOCK) // BLOCK
+    d = tl.arange(0, WIDTH)
+    one = tl.arange(0, 1)
+    top = tl.full((1,), -float("inf"), tl.float32)
+    mass = tl.zeros((1,), tl.float32)
+    mix = tl.zeros((1, WIDTH), tl.float32)
+    for block in range(0, stop):
+        at = query * NB + block + one
+        mix_b = tl.load(mixes + at[:, None] * D + d[None, :], mask=d[None, :] < D, other=0)
+        top, mass, mix = _fold(top, mass, mix, tl.load(tops + at), tl.load(masses + at), mix_b)
+    to = out + query * D + d[None, :]
+    tl.store(to, _finish(mass, mix).to(out.dtype.element_ty), mask=d[None, :] < D)
+
+
+def attend(
+    pool: Tensor,
+    q: Tensor,
+    position: Tensor,
+    page_table: Tensor,
+    base: Tensor | tuple[()] = (),
+    path: Tensor | tuple[()] = (),
+    split: bool | None = None,
+    rows: int | None = None,
+) -> Tensor:
+    """Softmax attention of every row over the positions up to its own, scaled by D ** -0.5.
+
+    Args:
+      pool: [P + 1, 2, S, K, D] with the rows' own KV stored; its last dimension and heads dense.
+      q: [n, H, D].
+      position: [B, R] int32, the last position each row sees; -1: a dead row, which gives 0.
+      page_table: [B, M] int32.
+      base, path: of `attention.Rows`, for a tree; path () where storage is position.
+      split, rows: how the work is cut, of no consequence for the bits; None: by size.
+    Returns: [n, H, D].
+    """
+    b, r = position.shape
+    n, heads, d = q.shape
+    size, kv_heads = pool.shape[2], pool.shape[3]
+    groups, width = heads // kv_heads, triton.next_power_of_2(d)
+    tree = isinstance(path, Tensor)
+    out = torch.empty(n, heads, d, dtype=q.dtype, device=q.device)
+    if not n:
+        return out
+    blocks = triton.cdiv(page_table.shape[1] * size, BLOCK)
+    rows = rows or min(128 if width <= 128 else 64, max(16, triton.next_power_of_2(r * groups)))
+    tiles = triton.cdiv(r * groups, rows)
+    if split is None:  # a program for each block where there are too few rows to fill the device
+        split = b * kv_heads * (r if tree else tiles) < 256
+    per_query = blocks if split else 1
+    if tree or split:
+        tops = torch.empty(n * heads, per_query, dtype=torch.float32, device=q.device)
+        masses, mixes = torch.empty_like(tops), tops.new_empty(n * heads, per_query, d)
+    else:
+        tops = masses = mixes = out
+    own_rows = max(16, triton.next_power_of_2(groups))
+
+    def launch(part: int, tiles: int, rows: int, splits: int) -> None:
+        _attend[(tiles, b * kv_heads, splits if split else 1)](
+            q.contiguous(), pool, out, tops, masses, mixes, position, base if tree else position,
+            path if tree else position, page_table, d**-0.5, pool.stride(0), pool.stride(1), pool.stride(2),
+            r, page_table.shape[1], size, path.shape[2] if tree else 0, per_query, kv_heads, d,
+            G=groups, ROWS=rows, WIDTH=width, BLOCK=BLOCK, PART=part, SPLIT=split,
+            num_warps=8 if rows >= 128 else 4, num_stages=2, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    most = min(blocks, max(1, 1024 // (b * kv_heads * tiles)))
+    if tree:
+        launch(SHARED, tiles, rows, most)
+        launch(OWN, r, own_rows, triton.cdiv(BLOCK - 1 + path.shape[2], BLOCK))
+    else:
+        launch(ALL, tiles, rows, most)
+    if split:
+        _merge[(n * heads,)](
+            tops, masses, mixes, out, position, per_query, heads, d, WIDTH=width, BLOCK=BLOCK,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out

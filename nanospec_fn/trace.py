@@ -1,0 +1,339 @@
+"""A trace of rounds: what each verdict rested on and what was emitted, as strict JSON lines that can be replayed.
+
+docs/trace-format.md describes the file. The first line is the `Header`, each later one a `Round` of one request.
+Reading a float gives back the bits that were written; minus infinity, which only log-probs can be, is null.
+
+Shapes: N drafted nodes, R = N + 1 rows (row 0 the root, row i + 1 node i). Log-probs are in nats, draws fp32.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanospec_fn import model, sampling
+from nanospec_fn.draft import Speculation
+from nanospec_fn.sampling import Controls, Evidence, Sampling
+from nanospec_fn.trees import Tree
+
+FORMAT, VERSION = "nanospec-trace", 1
+FINISHED = ("stop", "length")
+INT32 = 2**31
+
+
+@dataclass(frozen=True)
+class File:
+    """Where a trace goes, with the versions of the weights that it is to name."""
+
+    path: str | os.PathLike[str]
+    policy_version: int = 0
+    draft_version: int = 0
+
+    def validate(self) -> None:
+        """Errors: ValueError or FileNotFoundError naming a version or path that cannot be written."""
+        for name in ("policy_version", "draft_version"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+                raise ValueError(f"{name} must be an integer from 0 to 2^63 - 1, got {value!r}")
+        path = Path(self.path)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"trace {path}: no folder {path.parent}")
+        if path.is_dir():
+            raise ValueError(f"trace {path} is a folder")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"trace {path} cannot be written")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of the traced call."""
+
+    index: int  # of the prompt in its call
+    prompt_tokens: int
+    limit: int  # tokens, prompt included, at which it ends
+    stop_ids: list[int]  # those in force, the model's among them
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Header:
+    """What all rounds of a file share."""
+
+    format: str
+    version: int
+    model: str  # its name as it was loaded
+    config: str  # `fingerprint` of its config
+    draft: str | None  # the drafting method's class
+    speculation: Speculation | None
+    engine: dict[str, int | str]  # sizes, and the arithmetic the figures come from: attend, device, dtype, torch, cpu
+    policy_version: int
+    draft_version: int
+    requests: list[Request]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The drafted tree and the target's view of each node, [N] each; an absent node has token -1 and depth 0."""
+
+    token: list[int]
+    parent: list[int]  # node, -1 the root
+    depth: list[int]
+    draft_logp: list[float]  # of the token given its path
+    score: list[float]  # sum of draft_logp along the path
+    target_logp: list[float]  # of the token at its parent's row
+    rank: list[int]  # tokens that are more probable at that row, ties by id
+    accept: list[float]  # uniform draw of the acceptance test
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What each of the target's rows draws, [R] each."""
+
+    token: list[int]  # the coupled draw
+    logp: list[float]  # of `token`
+    rest: list[int]  # the draw outside the row's candidates
+    rest_logp: list[float]  # of `rest` under the whole row
+    rest_mass: list[float]  # log of the probability outside the candidates
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of one request, or its prefill: no nodes, one row, one token. A line of the file."""
+
+    step: int  # of the engine; the rounds of one step ran together
+    request: int  # index into Header.requests
+    prefill: bool
+    seed: int  # the request's key
+    position: int  # of the token that row 0 predicts
+    nodes: Nodes
+    rows: Rows
+    path: list[int]  # accepted nodes whose tokens were emitted
+    tokens: list[int]  # emitted, cut by a stop id or the limit
+    target_logp: list[float]
+    behaviour_logp: list[float]
+    origin: list[int]  # 0: the row's own draw; d: the node at depth d of `path`
+    finish_reason: str | None
+    ms: dict[str, float]  # wall time by phase; "step" is the whole step's, shared by its rounds
+    policy_version: int
+    draft_version: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A file that was read."""
+
+    header: Header
+    rounds: list[Round]
+    cut: bool  # the last line was not whole and is left out
+
+    def controls(self, rounds: Sequence[Round]) -> Controls:
+        """[b], one slot per round."""
+        return sampling.controls([self.header.requests[r.request].sampling for r in rounds])
+
+
+def fingerprint(cfg: model.Config) -> str:
+    """16 hex digits that differ for configs that differ."""
+    return hashlib.sha256(repr(cfg).encode()).hexdigest()[:16]
+
+
+def arithmetic(device: torch.device) -> dict[str, int | str]:
+    """What the bits of transcendental functions depend on."""
+    cpu = torch.backends.cpu.get_cpu_capability()
+    return {"device": device.type, "torch": torch.__version__, "cpu": cpu}
+
+
+def to_host(tree: Tree, evidence: Evidence) -> list[tuple[Nodes, Rows]]:
+    """A step's tree and evidence [b] as a record's parts, per row of the batch."""
+    e, t = evidence, tree
+    nodes = (t.token, t.parent, t.depth, t.logp, t.score, e.node_logp, e.node_rank, e.accept)
+    rows = (e.target, e.target_logp, e.rest, e.rest_logp, e.rest_mass)
+    per_node = zip(*(x.tolist() for x in nodes), strict=True)
+    per_row = zip(*(x.tolist() for x in rows), strict=True)
+    return [(Nodes(*n), Rows(*r)) for n, r in zip(per_node, per_row, strict=True)]
+
+
+def to_evidence(rounds: Sequence[Round]) -> tuple[Evidence, Tree]:
+    """Rounds with equally many nodes -> what `sampling.decide` takes, [b, N] and [b, R], the same bits as recorded."""
+
+    def ints(values: list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).view(len(rounds), -1)
+
+    def reals(values: list[list[float]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32).view(len(rounds), -1)
+
+    nodes, rows = [r.nodes for r in rounds], [r.rows for r in rounds]
+    tree = Tree(
+        token=ints([n.token for n in nodes]),
+        parent=ints([n.parent for n in nodes]),
+        depth=ints([n.depth for n in nodes]),
+        logp=reals([n.draft_logp for n in nodes]),
+        score=reals([n.score for n in nodes]),
+    )
+    evidence = Evidence(
+        node_logp=reals([n.target_logp for n in nodes]),
+        node_rank=ints([n.rank for n in nodes]),
+        accept=reals([n.accept for n in nodes]),
+        target=ints([r.token for r in rows]),
+        target_logp=reals([r.logp for r in rows]),
+        rest=ints([r.rest for r in rows]),
+        rest_logp=reals([r.rest_logp for r in rows]),
+        rest_mass=reals([r.rest_mass for r in rows]),
+    )
+    return evidence, tree
+
+
+def path_of(nodes: Nodes, tokens: Sequence[int]) -> list[int]:
+    """The nodes that a path of tokens from the root runs through."""
+    path: list[int] = []
+    for token in tokens:
+        above = path[-1] if path else Tree.ROOT
+        siblings = zip(nodes.token, nodes.parent, nodes.depth, strict=True)
+        path.append([t == token and p == above and d > 0 for t, p, d in siblings].index(True))
+    return path
+
+
+class Writer:
+    """Appends rounds to a file that `create` began, each whole line flushed. A context manager."""
+
+    def __init__(self, file: File):
+        self.file = file
+        self._out = open(file.path, "a", encoding="ascii")  # noqa: SIM115
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._out.close()
+
+    def write(self, record: Round) -> None:
+        """Errors: ValueError for a number that is not finite, OSError."""
+        self._out.write(_line(record))
+        self._out.flush()
+
+
+def create(file: File, header: Header) -> None:
+    """Begin a trace, replacing what the file held. Errors: ValueError naming a file that cannot be written."""
+    try:
+        with open(file.path, "w", encoding="ascii") as out:
+            out.write(_line(header))
+    except OSError as error:
+        raise ValueError(f"trace {file.path} cannot be written: {error.strerror}") from None
+
+
+def _line(record: Header | Round) -> str:
+    return json.dumps(_plain(record), allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and value == -math.inf else value
+
+
+def read(path: str | os.PathLike[str]) -> Trace:
+    """A trace from its file; of one that was cut off, all whole rounds.
+
+    Errors: FileNotFoundError; ValueError naming the file and the line that is no part of a trace.
+    """
+    try:
+        *lines, rest = Path(path).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    if not lines:
+        raise ValueError(f"{path}: line 1: no whole header")
+    raw = _load(lines[0], f"{path}: line 1")
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ValueError(f"{path}: line 1: no header of a {FORMAT}")
+    if raw.get("version") != VERSION:
+        raise ValueError(f"{path}: line 1: version {raw.get('version')!r} is unknown, this is version {VERSION}")
+    header = _parse(Header, raw, f"{path}: line 1")
+    for request in header.requests:
+        try:
+            request.sampling.validate()
+        except ValueError as error:
+            raise ValueError(f"{path}: line 1: {error}") from None
+    rounds = []
+    for number, line in enumerate(lines[1:], start=2):
+        where = f"{path}: line {number}"
+        record = _parse(Round, _load(line, where), where)
+        if wrong := _inconsistent(record, header):
+            raise ValueError(f"{where}: {wrong}")
+        rounds.append(record)
+    return Trace(header, rounds, cut=bool(rest))
+
+
+def _load(line: bytes, where: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        return json.loads(line, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _parse(kind: Any, raw: Any, where: str) -> Any:
+    """JSON as a value of an annotated type. Errors: ValueError that begins with `where` and names the field."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        kinds = [k for k in args if k is not types.NoneType]
+        if raw is None and len(kinds) < len(args):
+            return None
+        kind = next((k for k in kinds if type(raw) is k), kinds[0])
+        return _parse(kind, raw, where)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        fields = {f.name: f.type for f in dataclasses.fields(kind)}
+        if not isinstance(raw, dict) or raw.keys() != fields.keys():
+            keys = raw.keys() ^ fields.keys() if isinstance(raw, dict) else {"an object"}
+            raise ValueError(f"{where}: {kind.__name__} is missing or does not know {', '.join(sorted(keys))}")
+        return kind(**{name: _parse(type_, raw[name], f"{where}: {name}") for name, type_ in fields.items()})
+    if origin in (list, tuple) and isinstance(raw, list):
+        return origin(_parse(args[0], item, where) for item in raw)
+    if origin is dict and isinstance(raw, dict):
+        return {key: _parse(args[1], item, where) for key, item in raw.items()}
+    if kind is float and raw is None:
+        return -math.inf
+    if kind is float and type(raw) in (int, float) and abs(raw) < 1e300:
+        return float(raw)
+    if type(raw) is not kind:
+        raise ValueError(f"{where}: {raw!r} is no {getattr(kind, '__name__', kind)}")
+    return raw
+
+
+def _inconsistent(r: Round, header: Header) -> str:
+    """What in a round contradicts itself or the header, or ""."""
+    nodes, rows, n = r.nodes, r.rows, len(r.nodes.token)
+    if not 0 <= r.request < len(header.requests) or header.requests[r.request].sampling.seed != r.seed:
+        return f"request {r.request} with seed {r.seed} is not in the header"
+    for part, size in ((nodes, n), (rows, n + 1)):
+        if any(len(column) != size for column in vars(part).values()):
+            return f"{type(part).__name__.lower()} are not {size} everywhere"
+    emitted = {len(r.tokens), len(r.target_logp), len(r.behaviour_logp), len(r.origin)}
+    if len(emitted) > 1 or not r.tokens or len(r.path) > len(r.tokens):
+        return "tokens, their log-probs and path differ in length"
+    ints = [r.position, *r.tokens, *nodes.token, *nodes.rank, *rows.token, *rows.rest]
+    if not all(-1 <= x < INT32 for x in ints):
+        return "a token, rank or position is out of range"
+    if not all(0 < u < 1 for u in nodes.accept):
+        return "an accept draw is not between 0 and 1"
+    for i, (parent, depth) in enumerate(zip(nodes.parent, nodes.depth, strict=True)):
+        above = 0 if parent == Tree.ROOT else nodes.depth[parent] if 0 <= parent < i else None
+        if depth != 0 and (above is None or depth != above + 1 or (parent != Tree.ROOT and above == 0)):
+            return f"node {i} does not hang below its parent"
+    if r.finish_reason not in (None, *FINISHED) or (r.prefill and n):
+        return "finish_reason or prefill is not what a round can have"
+    return ""

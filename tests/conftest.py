@@ -1,0 +1,44 @@
+"""What every test may ask for. properties/conftest.py imports the fixtures from here."""
+
+import functools
+import os
+
+import pytest
+import torch
+
+import nanospec_fn.weights
+from nanospec_fn import checkpoint
+from nanospec_fn.model import Model
+
+
+@functools.cache
+def load_smollm2() -> Model:
+    return nanospec_fn.weights.load("smollm2", device="cpu", dtype="fp32")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Model:
+    """SmolLM2-135M-Instruct in fp32 on the CPU. In the gate (NANOSPEC_GATE=1) its absence is a failure."""
+    try:
+        checkpoint.find_smollm2()
+    except FileNotFoundError as error:
+        if os.environ.get("NANOSPEC_GATE") == "1":
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+    return load_smollm2()
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    """Tests that differentiate say so with torch.enable_grad()."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def one_thread():
+    """For tests of many tiny models: threads that wait for each other cost ten times the work where cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

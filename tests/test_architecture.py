@@ -1,0 +1,138 @@
+"""The layout is the architecture: imports point upwards in design.md's table, files stay small, nothing is hidden."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ORDER = (
+    "struct",
+    "rng",
+    "schedule",
+    "kernels",
+    "trees",
+    "filters",
+    "sampling",
+    "pages",
+    "slots",
+    "capture",
+    "model",
+    "attention",
+    "eagle",
+    "config",
+    "checkpoint",
+    "chat",
+    "weights",
+    "draft",
+    "draft_model",
+    "step",
+    "program",
+    "trace",
+    "engine",
+    "generate",
+    "__init__",  # the package root, as seen by users and by the command lines below
+    "doctor",
+    "replay",
+    "kl",
+    "arguments",
+    "__main__",
+)
+LIBRARY = sorted((ROOT / "nanospec_fn").rglob("*.py"))
+CLIENTS = sorted(path for name in ("bench", "rl") for path in (ROOT / name).rglob("*.py"))
+COMMAND_LINES = ("arguments", "doctor", "kl", "__main__")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def row(path: Path) -> int:
+    """The row of the table that a library file stands in."""
+    return ORDER.index(path.relative_to(ROOT / "nanospec_fn").parts[0].removesuffix(".py"))
+
+
+def imported(path: Path, package: str) -> set[str]:
+    """The submodules of `package` that a file imports, anywhere in it; "__init__" for the package root itself."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno} imports relatively"
+            names = [node.module or ""]
+            if node.module == package:
+                folder = ROOT / package
+                names = [
+                    f"{package}.{a.name}" if any((folder / f"{a.name}{s}").exists() for s in ("", ".py")) else package
+                    for a in node.names
+                ]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == package:
+                found.add(parts[1] if len(parts) > 1 else "__init__")
+    return found
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
+def test_library_imports_only_rows_above(path):
+    """Bugs: an import cycle; policy that depends on arithmetic; a file missing from the table."""
+    here = row(path)
+    allowed = {*ORDER[:here], *(["kernels"] if path.parent.name == "kernels" else [])}
+    assert imported(path, "nanospec_fn") <= allowed
+    assert not imported(path, "bench") | imported(path, "rl")
+
+
+@pytest.mark.parametrize("path", CLIENTS, ids=name_of)
+def test_clients_import_only_the_root(path):
+    """Bug: a benchmark or trainer that leans on an internal (`import nanospec_fn.step`, `from nanospec_fn.step`)."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules = (
+            [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+        )
+        assert not [m for m in modules if m.startswith("nanospec_fn.")], f"{name_of(path)}:{node.lineno}"
+
+
+def test_schedule_and_struct_of_policy_need_no_torch():
+    """Bug: host policy that reads a tensor, and so waits for the device."""
+    source = (ROOT / "nanospec_fn" / "schedule.py").read_text()
+    assert not {m for node in ast.walk(ast.parse(source)) for m in modules_of(node)} - {"dataclasses"}
+
+
+def modules_of(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+@pytest.mark.parametrize("path", [*LIBRARY, *CLIENTS], ids=name_of)
+def test_files_are_small_and_named_for_what_they_hold(path):
+    """Bug: a file that became two things, or one that holds whatever fitted nowhere."""
+    assert len(path.read_text().splitlines()) <= 400
+    assert path.stem not in ("utils", "util", "helpers", "common", "misc", "base", "core")
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
+def test_library_hides_no_state_and_never_waits(path):
+    """Bugs: `.item()` stalls the device; `global` and host randomness make a result depend on more than arguments."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        where = f"{name_of(path)}:{getattr(node, 'lineno', 0)}"
+        assert not isinstance(node, ast.Global), where
+        assert not (isinstance(node, ast.Attribute) and node.attr in ("item", "manual_seed_all", "set_rng_state")), (
+            where
+        )
+        assert not {"random", "numpy.random"} & set(modules_of(node)), where
+        if isinstance(node, ast.ClassDef):
+            assert not node.name.endswith(("Manager", "Registry", "Helper", "Utils")), where
+
+
+def test_the_root_is_the_public_contract():
+    """Bug: a name of the contract is not there, or a module's internals leak into the root's list."""
+    import nanospec_fn as ns
+
+    contract = "load load_draft Sampling Speculation EngineConfig generate stream prepare score forward build Params"
+    assert {*contract.split(), "capture", "DonatedError", "Completion"} <= set(ns.__all__)
+    assert all(hasattr(ns, name) for name in ns.__all__)
+    assert ns.__all__ == sorted(ns.__all__)
