@@ -60,6 +60,7 @@ class Engine:
         self.round = wrap(self.program.speculate if draft else self.program.decode)
         self.insert = donate(self.program.insert)
         self.evict = donate(self.program.evict)
+        self.serving = False
         self.reset()
 
     def reset(self) -> None:
@@ -131,7 +132,12 @@ def trace_header(engine: Engine, requests: Sequence[Request], prompt: Sequence[i
 
 
 def serve(engine: Engine, requests: Sequence[Request]) -> Iterator[Update]:
-    """Run requests to their end, yielding what each step did. Leaves the engine empty, however it is left."""
+    """Run requests to their end, yielding what each step did. Leaves the engine empty, however it is left.
+
+    Errors: ValueError for an engine whose last call is not done.
+    """
+    if engine.serving:
+        raise ValueError("engine still serves another call: finish or close its stream first, or prepare another")
     program = engine.program
     config = schedule.Config(program.max_slots, program.page_size, program.static.prefill_chunk)
     first: dict[tuple[int, ...], int] = {}
@@ -140,6 +146,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Iterator[Update]:
     emitted: list[list[int]] = [[] for _ in requests]
     host, events = schedule.HostState(), schedule.Events(arrived=tuple(arrived))
     step = 0
+    engine.serving = True
     try:
         while True:
             host, plan = schedule.plan(config, host, events)
@@ -162,6 +169,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Iterator[Update]:
                 yield replace(update, step=step, milliseconds=milliseconds)
             step += 1
     finally:
+        engine.serving = False
         if not host.idle:  # left early: by an error, ctrl-C, or a caller that stopped listening
             engine.reset()
 

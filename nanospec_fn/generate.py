@@ -13,7 +13,7 @@ from nanospec_fn import trace as tracing
 from nanospec_fn.draft import Draft, Speculation
 from nanospec_fn.engine import Engine, Request, Update, serve, trace_header
 from nanospec_fn.model import Model, forward
-from nanospec_fn.program import EngineConfig, lookahead
+from nanospec_fn.program import EngineConfig, check_parts, lookahead
 from nanospec_fn.sampling import Sampling, controls, log_probs
 from nanospec_fn.struct import replace
 
@@ -230,8 +230,9 @@ def _job(
     """Check every argument, then make the engine and begin the trace; nothing has run when this raises."""
     if on_error not in ("raise", "return"):
         raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
-    if isinstance(prompts, str):
-        raise ValueError("prompts must be a list of prompts, got one string")
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
+        got = "one string" if isinstance(prompts, str) else repr(prompts)
+        raise ValueError(f"prompts must be a list of prompts, got {got}")
     file = trace if isinstance(trace, tracing.File) or trace is None else tracing.File(trace)
     if file:
         file.validate()
@@ -242,7 +243,7 @@ def _job(
         if (draft is not None and draft is not engine.draft) or speculation is not None or model is not engine.model:
             raise ValueError("engine was prepared with a model, draft and speculation of its own; pass no others")
     else:
-        engine = _sized(model, requests, draft, speculation, engine or EngineConfig(), record=file is not None)
+        engine = _sized(model, requests, draft, speculation, engine, record=file is not None)
     for request in requests:
         engine.program.check_request(request.sampling)
     fit = [engine.program.fits(len(r.tokens)) for r in requests]
@@ -265,12 +266,16 @@ def _job(
 def _requests(model: Model, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None) -> list[Request]:
     if sampling is None or isinstance(sampling, Sampling):
         sampling = [sampling or Sampling()] * len(prompts)
+    if not hasattr(sampling, "__len__") or not all(isinstance(one, Sampling) for one in sampling):
+        raise ValueError(f"sampling must be a Sampling, or a list of one per prompt, got {sampling!r}")
     if len(sampling) != len(prompts):
         raise ValueError(f"sampling has {len(sampling)} entries for {len(prompts)} prompts")
     requests = []
     for index, (prompt, one) in enumerate(zip(prompts, sampling, strict=True)):
         try:
             one.validate()
+            if not hasattr(prompt, "__len__"):
+                raise ValueError(f"it must be text or a list of token ids, got {prompt!r}")
             tokens = chat.encode(model.tokenizer, prompt)
             _check_tokens(tokens, model)
         except ValueError as error:
@@ -290,11 +295,12 @@ def _sized(
     requests: list[Request],
     draft: Draft | None,
     speculation: Speculation | None,
-    config: EngineConfig,
+    config: EngineConfig | None,
     record: bool,
 ) -> Engine:
     """An engine for just these requests: no more slots than prompts, and pages for the longest of them at once."""
-    config.validate()
+    check_parts(draft, config, speculation)
+    config = config or EngineConfig()
     max_slots = max(1, min(config.max_slots, len(requests)))
     num_pages = config.num_pages
     if num_pages is None:

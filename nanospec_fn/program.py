@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanospec_fn import model, pages, slots, step
-from nanospec_fn.attention import Sdpa
+from nanospec_fn.attention import Attend, Canonical, Sdpa
 from nanospec_fn.draft import Draft, Nothing, PoolShape, Speculation
 from nanospec_fn.pages import Write
 from nanospec_fn.sampling import Sampling
@@ -39,11 +39,26 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}")
-        if self.page_size not in PAGE_SIZES or isinstance(self.page_size, bool):
+        if type(self.page_size) is not int or self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {self.page_size!r}")
         for name, known in (("attend", ATTEND), ("capture", CAPTURE)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+
+
+def check_parts(draft: Draft | None, engine: EngineConfig | None, speculation: Speculation | None) -> None:
+    """Errors: ValueError naming the argument that is of another class or out of range, or what cannot be combined."""
+    parts = (("draft", draft, Draft), ("engine", engine, EngineConfig), ("speculation", speculation, Speculation))
+    for name, value, kind in parts:
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name} must be of class {kind.__name__}, got {value!r}")
+    (engine or EngineConfig()).validate()
+    if draft is None and speculation is not None:
+        raise ValueError("speculation needs a draft; pass draft=, or no speculation for plain decoding")
+    if draft:
+        spec = speculation or Speculation()
+        spec.validate()
+        draft.method.check(spec)
 
 
 def lookahead(draft: Draft | None, speculation: Speculation | None) -> int:
@@ -64,16 +79,9 @@ def build(
     Args: record: gather evidence for rules that no request uses too, so that a round can be judged under others.
     Errors: ValueError naming the parameter that is out of range, or what cannot be combined.
     """
+    check_parts(draft, engine, speculation)
     engine = engine or EngineConfig()
-    engine.validate()
-    if draft is None and speculation is not None:
-        raise ValueError("speculation needs a draft; pass draft=, or no speculation for plain decoding")
     spec = (speculation or Speculation()) if draft else PLAIN
-    if draft:
-        spec.validate()
-        draft.method.check(spec)
-    if engine.attend in ("canonical", "flashinfer"):
-        raise ValueError(f"attend={engine.attend!r} is not there yet; this version has sdpa")
     num_pages = engine.num_pages
     if num_pages is None:
         tokens = min(model.cfg.max_context, DEFAULT_TOKENS) + spec.top_k * spec.depth
@@ -82,13 +90,29 @@ def build(
         cfg=model.cfg,
         method=draft.method if draft else Nothing(),
         speculation=spec,
-        attend=Sdpa(engine.page_size),
+        attend=pick_attend(engine, model),
         page_size=engine.page_size,
         prefill_chunk=engine.prefill_chunk,
         record=record,
     )
     pool = PoolShape(num_pages, engine.page_size, model.params.embed.dtype, model.params.embed.device)
     return Program(static=static, max_slots=engine.max_slots, pool=pool)
+
+
+def pick_attend(engine: EngineConfig, model: model.Model) -> Attend:
+    """The attention backend: "auto" is canonical where the model's products are, else sdpa.
+
+    Errors: ValueError for a backend that this model's device cannot run.
+    """
+    if engine.attend == "flashinfer":
+        raise ValueError("attend='flashinfer' is not there yet; this version has sdpa and canonical")
+    if engine.attend == "canonical" and model.cfg.gemm != "canonical":
+        raise ValueError(
+            f"attend='canonical' needs a model on CUDA with gemm 'canonical', this one is on "
+            f"{model.params.embed.device} with gemm {model.cfg.gemm!r}"
+        )
+    canonical = model.cfg.gemm == "canonical" and engine.attend != "sdpa"
+    return Canonical(engine.page_size) if canonical else Sdpa(engine.page_size)
 
 
 @dataclass(frozen=True)

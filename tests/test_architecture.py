@@ -32,15 +32,17 @@ ORDER = (
     "engine",
     "generate",
     "__init__",  # the package root, as seen by users and by the command lines below
-    "doctor",
-    "replay",
-    "kl",
     "arguments",
+    "doctor",
+    "kl",
+    "narrow",
+    "counterfactual",
+    "replay",
     "__main__",
 )
 LIBRARY = sorted((ROOT / "nanospec_fn").rglob("*.py"))
 CLIENTS = sorted(path for name in ("bench", "rl") for path in (ROOT / name).rglob("*.py"))
-COMMAND_LINES = ("arguments", "doctor", "kl", "__main__")
+COMMAND_LINES = ("arguments", "doctor", "replay", "kl", "__main__")
 
 
 def name_of(path: Path) -> str:

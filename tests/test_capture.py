@@ -1,0 +1,289 @@
+"""Donation and capture: the same bytes in the same storage, and no old state read by mistake."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import nanospec_fn as ns
+from nanospec_fn import struct
+from nanospec_fn.capture import donate
+from nanospec_fn.draft_model import Eagle3
+from tests import tiny
+from tests.scripted import CHAIN, TREE, prompt, target
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@struct.state
+class Pair:
+    """A state of two tensors and a static."""
+
+    a: Tensor
+    b: Tensor
+    size: int = struct.static(default=1)
+
+
+@struct.state
+class Outer:
+    """A nested state."""
+
+    pair: Pair
+    more: tuple[Tensor, ...]
+
+
+def pair(a: float = 1.0, b: float = 2.0, size: int = 1) -> Pair:
+    return Pair(torch.full((2,), a), torch.full((2,), b), size)
+
+
+def addresses(state: Any) -> list[int]:
+    return [leaf.data_ptr() for leaf in pytree.tree_leaves(state)]
+
+
+def copied(state: Any) -> Any:
+    return pytree.tree_map(lambda x: x.clone(), state)
+
+
+DRAFTS = ("none", "ngram", "frozen", "eagle")
+
+
+@pytest.fixture(scope="module", params=DRAFTS)
+def drafted(request) -> tuple[ns.Model, ns.Draft | None]:
+    if request.param != "eagle":
+        return target(), ns.load_draft(request.param, target())
+    model = tiny.model("smollm2-135m", eos_token_id=None)
+    cfg, params, _ = tiny.head(tiny.config("smollm2-135m"), model)
+    return model, ns.Draft(Eagle3(cfg), params)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("wrap", [donate, ns.capture], ids=["donate", "capture"])
+def test_donated_equals_pure_in_the_same_storage(drafted, shape, wrap):
+    """insert, share, prefill, speculate, decode and evict, by bytes after every step; no leaf of the state ever moves.
+
+    Catches an in-place write that is read before it is due, and a leaf that is rebound, which a graph would not see.
+    """
+    model, draft = drafted
+    config = ns.EngineConfig(max_slots=3, num_pages=40, page_size=4, prefill_chunk=4)
+    program = ns.build(model, draft, config, shape if draft else None)
+    params = ns.Params(target=model.params, draft=draft.params if draft else ())
+    insert, evict = donate(program.insert), donate(program.evict)
+    prefill, speculate, decode = wrap(program.prefill), wrap(program.speculate), wrap(program.decode)
+    pure, owned = program.init(), program.init()
+    home = addresses(owned)
+    first, other = prompt(6, 1), prompt(9, 2)
+    rows = torch.tensor([0, 2])
+    info: Any = ()
+
+    def both(step: Callable[..., Any], fast: Callable[..., Any], *args: Any) -> None:
+        nonlocal pure, owned, info
+        before = copied(pure)
+        result, fast_result = step(*args[:1], pure, *args[1:]), fast(*args[:1], owned, *args[1:])
+        assert struct.bytes_equal(pure, before), "a pure step wrote into its argument"
+        assert struct.bytes_equal(result, fast_result)
+        pure, info = result
+        owned, _ = fast_result
+        assert addresses(owned) == home
+
+    def admin(step: Callable[..., Any], fast: Callable[..., Any], *args: Any) -> None:
+        nonlocal pure, owned
+        before = copied(pure)
+        result, owned = step(pure, *args), fast(owned, *args)
+        assert struct.bytes_equal(pure, before), "a pure step wrote into its argument"
+        pure = result
+        assert struct.bytes_equal(pure, owned)
+        assert addresses(owned) == home
+
+    sampling = ns.Sampling(max_tokens=30, temperature=1.0, seed=3)
+    admin(program.insert, insert, 0, first, sampling)
+    admin(program.insert, insert, 1, other, ns.Sampling(max_tokens=30))
+    for _ in range(3):
+        both(program.prefill, prefill, params)
+    admin(program.insert, insert, 2, first, sampling, 0, 0)
+    both(program.prefill, prefill, params, rows, 8)
+    both(program.speculate, speculate, params)
+    both(program.decode, decode, params, rows)
+    both(program.speculate, speculate, params, rows)
+    assert info.count.all()
+    admin(program.evict, evict, 0)
+    both(program.speculate, speculate, params)
+    assert int(info.count[0]) == 0
+
+
+def test_stale_use_names_the_field():
+    program = ns.build(target())
+    state = program.init()
+    fast = ns.capture(program.decode, donate=("state",))
+    new, _ = fast(ns.Params(target=target().params, draft=()), state)
+    with pytest.raises(ns.DonatedError, match=r"State.slots was read after its state had been donated"):
+        program.evict(state, 0)
+    with pytest.raises(ns.DonatedError, match=r"State.pages "):
+        _ = state.pages
+    with pytest.raises(ns.DonatedError):
+        fast(ns.Params(target=target().params, draft=()), state)
+    fast(ns.Params(target=target().params, draft=()), new)
+
+
+def test_nested_states_are_consumed_and_tensors_are_not():
+    outer = Outer(pair(), (torch.ones(2),))
+    inner, tensor = outer.pair, outer.more[0]
+    struct.consume(outer)
+    with pytest.raises(ns.DonatedError, match=r"Outer.pair "):
+        _ = outer.pair
+    with pytest.raises(ns.DonatedError, match=r"Pair.a "):
+        _ = inner.a
+    with pytest.raises(ns.DonatedError, match=r"Pair.size "):
+        _ = inner.size
+    assert tensor.tolist() == [1, 1]
+    with pytest.raises(AttributeError, match="'Pair' object has no attribute 'nothing'"):
+        _ = pair().nothing
+
+
+def test_captures_are_counted_and_explained():
+    """A second call captures nothing; a changed shape, dtype or static does, and `why` names what changed."""
+
+    def step(params: Tensor, state: Pair, slot: Tensor | None = None, put: Any = struct.put) -> tuple[Pair, Tensor]:
+        return struct.replace(state, a=state.a + params), state.b.sum()
+
+    fast = ns.capture(step)
+    params, state = torch.ones(2), pair()
+    assert fast.captures == 0
+    for _ in range(3):
+        state, _ = fast(params, state)
+        assert fast.captures == 1
+    assert state.a.tolist() == [4, 4]
+    assert fast.why(params, state) == ""
+
+    slot = torch.tensor([0, 1])
+    assert fast.why(params, state, slot).startswith("slot")
+    state, _ = fast(params, state, slot)
+    assert fast.captures == 2
+    assert fast.why(params, state, torch.tensor([1, 0])) == ""
+    assert fast.why(params, state, torch.tensor([0])).startswith("slot: ")
+    assert "Size([2])" in fast.why(params, state, torch.tensor([0]))
+    assert fast.why(params, pair(size=2), slot).startswith("state")
+    assert "structure" in fast.why(params, pair(size=2), slot)
+    assert fast.why(params, Pair(torch.ones(3), torch.ones(2)), slot).startswith("state.a: ")
+    assert fast.why(params, Pair(torch.ones(2), torch.ones(2, dtype=torch.float64)), slot).startswith("state.b: ")
+    assert fast.captures == 2  # asking captures nothing
+
+    fast(params, pair(size=2), slot)
+    assert fast.captures == 3  # statics are part of the key
+    fast(params, state, slot)
+    fast(params, pair())
+    assert fast.captures == 3
+
+
+def test_an_engine_captures_each_shape_once():
+    engine = ns.prepare(target(), None, ns.EngineConfig(max_slots=4, num_pages=40, page_size=4, prefill_chunk=8))
+    counts = []
+    for _ in range(3):
+        ns.generate(target(), [prompt(6, 1), prompt(6, 2), prompt(17, 3)], ns.Sampling(max_tokens=5), engine=engine)
+        counts.append((engine.prefill.captures, engine.round.captures))
+    assert counts[0] == counts[1] == counts[2]
+    assert 0 < counts[0][1] <= 3  # buckets of 1, 2 and 4
+
+
+def test_unknown_donate_names_and_steps_without_put():
+    program = ns.build(target())
+    for wrap in (donate, ns.capture):
+        with pytest.raises(ValueError, match="donate names 'stat', which is no argument of decode"):
+            wrap(program.decode, donate=("stat",))
+        with pytest.raises(ValueError, match=r"lambda.* takes no `put`"):
+            wrap(lambda params, state: state, donate=("state",))
+
+
+def test_swapped_leaves_do_not_alias():
+    """A step that returns its leaves in other places; catches a copy that overwrites what is yet to be copied."""
+
+    def swap(params: Any, state: Pair, put: Any = struct.put) -> Pair:
+        return struct.replace(state, a=state.b, b=state.a)
+
+    def spread(params: Any, state: Pair, put: Any = struct.put) -> Pair:
+        return struct.replace(state, b=state.a)
+
+    for wrap in (donate, ns.capture):
+        state = pair(1, 2)
+        home = addresses(state)
+        state = wrap(swap)((), state)
+        assert (state.a.tolist(), state.b.tolist()) == ([2, 2], [1, 1])
+        state = wrap(spread)((), state)
+        assert (state.a.tolist(), state.b.tolist()) == ([2, 2], [2, 2])
+        assert addresses(state) == home
+        state.a.add_(1)
+        assert state.b.tolist() == [2, 2]
+
+
+def test_overlapping_views_come_back_whole():
+    """A leaf that comes back as a view of another, which does not begin where that one does."""
+
+    def shift(params: Any, state: Pair, put: Any = struct.put) -> Pair:
+        return struct.replace(state, a=state.a.flip(0), b=state.a[1:])
+
+    def transpose(params: Any, state: Pair, put: Any = struct.put) -> Pair:
+        return struct.replace(state, a=state.a.t())
+
+    for wrap in (donate, ns.capture):
+        new = wrap(shift)((), Pair(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0])))
+        assert (new.a.tolist(), new.b.tolist()) == ([3, 2, 1], [2, 3])
+        new = wrap(transpose)((), Pair(torch.tensor([[1, 2], [3, 4]]), torch.zeros(1)))
+        assert new.a.tolist() == [[1, 3], [2, 4]]
+
+
+def test_two_donated_states_may_trade_leaves():
+    def trade(left: Pair, right: Pair, put: Any = struct.put) -> tuple[Pair, Pair]:
+        return struct.replace(left, a=right.a), struct.replace(right, a=left.a)
+
+    for wrap in (donate, ns.capture):
+        given = pair(1), pair(2)
+        home = addresses(given)
+        left, right = wrap(trade, donate=("left", "right"))(*given)
+        assert (left.a.tolist(), right.a.tolist()) == ([2, 2], [1, 1])
+        assert addresses((left, right)) == home
+
+
+def test_a_step_must_return_what_it_was_given():
+    def grow(params: Any, state: Pair, put: Any = struct.put) -> Pair:
+        return struct.replace(state, a=torch.ones(3))
+
+    def double(params: Any, state: Pair, put: Any = struct.put) -> Pair:
+        return struct.replace(state, a=state.a.double())
+
+    def other(params: Any, state: Pair, put: Any = struct.put) -> Tensor:
+        return state.a
+
+    for wrap in (donate, ns.capture):
+        with pytest.raises(ValueError, match=r"\.a was donated as torch.float32 .*\[2\].* came back as .*\[3\]"):
+            wrap(grow)((), pair())
+        with pytest.raises(ValueError, match=r"came back as torch.float64"):
+            wrap(double)((), pair())
+        with pytest.raises(ValueError, match="the step returned"):
+            wrap(other)((), pair())
+
+
+def test_put_copies_and_put_in_place_does_not():
+    dest, index, value = torch.zeros(4, dtype=torch.float64), (torch.tensor([1, 3]),), torch.tensor([5, 6])
+    new = struct.put(dest, index, value)
+    assert (dest.tolist(), new.tolist()) == ([0, 0, 0, 0], [0, 5, 0, 6])
+    same = struct.put_(dest, index, value)
+    assert same is dest
+    assert struct.bytes_equal(same, new)
+
+
+def test_bytes_equal_is_about_bytes_and_structure():
+    nan = torch.tensor([float("nan"), 0.0])
+    assert struct.bytes_equal(nan, nan.clone())
+    assert not struct.bytes_equal(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not struct.bytes_equal(torch.tensor([1]), torch.tensor([1], dtype=torch.int32))
+    assert not struct.bytes_equal(torch.ones(2), torch.ones(2, 1))
+    assert not struct.bytes_equal((torch.ones(2),), [torch.ones(2)])
+    assert struct.bytes_equal(pair(), pair())
+    assert not struct.bytes_equal(pair(), pair(size=2))
+    assert not struct.bytes_equal(pair(), pair(b=2.5))
+    assert struct.bytes_equal(torch.arange(6).view(2, 3).t(), torch.arange(6).view(2, 3).t().contiguous())
+    assert struct.bytes_equal(torch.tensor([], dtype=torch.bool), torch.tensor([], dtype=torch.bool))
+    assert struct.bytes_equal(1, 1)
+    assert not struct.bytes_equal(1, True)
