@@ -1,20 +1,21 @@
-"""The command line: `python -m nanospec_fn generate "PROMPT"`."""
+"""The command line: `python -m nanospec_fn generate "PROMPT"`; replay.py and kl.py hold their own commands."""
 
 import argparse
+import functools
 import sys
 import time
 from array import array
 from collections.abc import Iterator
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, chat
+from nanospec_fn import arguments, chat, kl, replay, trace
 
 DIM, RESET = "\033[2m", "\033[0m"
 COLOURS = tuple(f"\033[{code}m" for code in (32, 36, 34, 35, 33, 31))  # draft depths 1, 2, ...; the last for all deeper
 
 
-def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The whole command line's parser, and `generate`'s."""
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line's parser; each command's `run` takes the parsed arguments."""
     parser = arguments.Parser(prog="python -m nanospec_fn", description="Study speculative decoding.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=arguments.Parser)
     generate = commands.add_parser(
@@ -57,14 +58,18 @@ def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     output.add_argument("--json", action="store_true", help="one JSON object a completion and nothing else")
     output.add_argument("--compare", action="store_true", help="also decode plainly; exit code 1 if a byte differs")
     output.add_argument("--show", action="store_true", help="colour each token by where it came from")
-    return parser, generate
+    output.add_argument("--trace", metavar="FILE", help="write what every round rested on, for `replay` and `kl`")
+    generate.set_defaults(run=functools.partial(run_generate, generate))
+    replay.add_parser(commands)
+    kl.add_parser(commands)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    parser, generate = build_parser()
-    args = parser.parse_args(argv)
-    return run_generate(generate, args)
+    args = build_parser().parse_args(argv)
+    code: int = args.run(args)
+    return code
 
 
 def run_generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -75,7 +80,13 @@ def run_generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> i
         name, draft = arguments.load_draft(args.draft, model)
         engine = ns.EngineConfig(max_slots=1, attend=args.backend)
         chunks = ns.stream(
-            model, [args.prompt], sampling, draft=draft, speculation=speculation if draft else None, engine=engine
+            model,
+            [args.prompt],
+            sampling,
+            draft=draft,
+            speculation=speculation if draft else None,
+            engine=engine,
+            trace=args.trace,
         )
     except (ValueError, FileNotFoundError) as error:
         parser.error(" ".join(str(error).split()))
@@ -137,6 +148,11 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[ns
     )
     if args.coupled and args.rule != "exact":
         parser.error(f"argument --coupled: needs --rule exact, got {args.rule}")
+    if args.trace is not None:
+        try:
+            trace.File(args.trace).validate()
+        except (ValueError, FileNotFoundError) as error:
+            parser.error(f"argument --trace: {error}")
     if args.json and args.show:
         parser.error("argument --show: cannot be combined with --json")
     return sampling, speculation

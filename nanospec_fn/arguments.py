@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import nanospec_fn as ns
-from nanospec_fn import weights
+from nanospec_fn import draft_model, weights
 from nanospec_fn.model import Model
 
 T = TypeVar("T")
@@ -116,10 +116,7 @@ def load_draft(name: str, model: Model) -> tuple[str, ns.Draft | None]:
     if name == "auto" and head:
         name = f"eagle:{head}"
     elif name == "auto":
-        try:
-            return "eagle", ns.load_draft("eagle", model)
-        except (ValueError, FileNotFoundError):  # no head comes with this model
-            name = "ngram"
+        name = "eagle" if draft_model.bundled_head(model) else "ngram"
     return name, ns.load_draft(name, model)
 
 

@@ -19,7 +19,7 @@ from nanospec_fn import pages
 from nanospec_fn.kernels import cpu as kernels
 from nanospec_fn.model import AttendLayer, Config, group_heads, ungroup_heads
 from nanospec_fn.pages import Write
-from nanospec_fn.struct import state
+from nanospec_fn.struct import put_, state
 
 DEAD = -1
 
@@ -149,3 +149,23 @@ def through(
         return mixed
 
     return out, layer
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """The Triton kernels on CUDA: row-canonical, planned on the device alone. See kernels/attend.py."""
+
+    page_size: int
+
+    def plan(self, rows: Rows, page_table: Tensor, heads: int, kv_heads: int) -> tuple[Rows, Tensor]:
+        return rows, page_table
+
+    def layer(
+        self, plan: tuple[Rows, Tensor], pool: Tensor, q: Tensor, k: Tensor, v: Tensor, put: Write
+    ) -> tuple[Tensor, Tensor]:
+        from nanospec_fn.kernels import attend  # needs Triton
+
+        rows, page_table = plan
+        pool = pool if put is put_ else pool.clone()
+        attend.store_kv(pool, k, v, rows.store, rows.position, page_table)
+        return pool, attend.attend(pool, q, rows.position, page_table, rows.base, rows.path)

@@ -131,14 +131,16 @@ def rows_at(x: Tensor, row: Tensor) -> Tensor:
     return x.gather(1, row.long()[:, :, None].expand(-1, -1, x.shape[2]))
 
 
-def observe(state: State, features: Tensor, path: Tensor) -> State:
-    """Keep the target's features of the root and the accepted path for the next catch-up.
+def observe(state: State, features: Tensor, path: Tensor, live: Tensor) -> State:
+    """Keep the target's features of the root and the accepted path for the next catch-up, where live [B].
 
     Args: features [B, R, F], row 0 the root; path [B, D] node index per depth, -1 past the accepted ones.
     """
     kept = rows_at(features, torch.nn.functional.pad(path + 1, (1, 0)))
     missing = state.feature.shape[1] - kept.shape[1]
-    return replace(state, feature=torch.nn.functional.pad(kept, (0, 0, 0, missing)))
+    kept = torch.nn.functional.pad(kept, (0, 0, 0, missing))
+    # A slot without a part in this round, such as one amid its prompt, still needs what it carries.
+    return replace(state, feature=torch.where(live[:, None, None], kept, state.feature))
 
 
 @dataclass(frozen=True)

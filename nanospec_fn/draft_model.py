@@ -4,21 +4,22 @@ Shapes: B slots, R rows of a slot, m rows of a level, k top_k, F feature width, 
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from nanospec_fn import attention, draft, eagle, model, rng, slots, trees, weights
+from nanospec_fn import attention, draft, eagle, kernels, model, rng, slots, trees, weights
 from nanospec_fn.attention import DEAD, Attend, Rows
 from nanospec_fn.draft import Draft, PoolShape, Speculation, State
-from nanospec_fn.kernels import cpu as kernels
 from nanospec_fn.model import Model
 from nanospec_fn.pages import Write
 from nanospec_fn.slots import Slots
 from nanospec_fn.struct import replace
 from nanospec_fn.trees import Tree
+
 
 
 class Recurrent(Protocol):
@@ -65,25 +66,24 @@ def grow(
     tree = draft.empty_trees(b, k * spec.depth, live.device)
     for depth in range(1, spec.depth + 1):
         token, logp = _candidates(method, params, hidden, s, depth, spec)
-        tree = torch.func.vmap(lambda t, i, p, d=depth: trees.expand(t, d, i, p))(tree, token, logp)
+        tree = trees.expand_all(tree, depth, token, logp)
         if depth == spec.depth:
             break
-        level = torch.func.vmap(lambda t, d=depth: trees.level(t, d, k))(tree)
-        parent = torch.func.vmap(lambda n, d=depth: trees.parent_row(n, d, k))(level)
-        node = torch.arange((depth - 1) * k, depth * k, dtype=torch.int32, device=live.device)
-        rows = _level_rows(tree, level, node, depth, base, live, chain=k == 1)
+        level = pytree.tree_map(lambda x, d=depth: x[:, (d - 1) * k : d * k], tree)
+        parent = trees.parent_row(level, depth, k)
+        rows = _level_rows(tree, level, depth, base, live, k)
         state_, hidden = method.run(params, state_, rows, draft.rows_at(hidden, parent), s, attend, put)
     if spec.nodes < k * spec.depth:
         tree = torch.func.vmap(lambda t: trees.prune(t, spec.nodes, k))(tree)
     return state_, tree
 
 
-def _level_rows(tree: Tree, level: Tree, node: Tensor, depth: int, base: Tensor, live: Tensor, chain: bool) -> Rows:
+def _level_rows(tree: Tree, level: Tree, depth: int, base: Tensor, live: Tensor, k: int) -> Rows:
     """The nodes of one level as rows; node i keeps its KV at base + i."""
     path: Tensor | tuple[()] = ()
-    if not chain:
-        nodes = torch.func.vmap(lambda t: trees.path(t, node, depth))(tree)
-        path = base[:, None, None] + nodes.clamp_min(0)
+    node = torch.arange((depth - 1) * k, depth * k, dtype=torch.int32, device=live.device)
+    if k > 1:
+        path = base[:, None, None] + trees.paths_all(tree, (depth - 1) * k, k, depth).clamp_min(0)
     return Rows(
         token=level.token.clamp_min(0),
         position=torch.where(live[:, None] & (level.token != Tree.NONE), base[:, None] + depth - 1, DEAD),
@@ -108,7 +108,7 @@ def _candidates(
         temperature = s.controls.temperature[:, None, None]
         greedy = temperature == 0
         logits = torch.where(greedy, logits, logits / torch.where(greedy, 1.0, temperature) + noise).flatten(0, 1)
-    logp, token = kernels.log_softmax(logits).topk(spec.top_k, dim=-1)
+    logp, token = kernels.top(logits, spec.top_k)
     if isinstance(target_id, Tensor):
         token = target_id[token]
     return token.view(b, m, -1), logp.view(b, m, -1)
@@ -227,12 +227,18 @@ def check_top_k(spec: Speculation, vocab: int) -> None:
         raise ValueError(f"top_k is {spec.top_k}, the draft's vocabulary has {vocab} tokens")
 
 
+def bundled_head(model: Model) -> Path | None:
+    """The folder of the head that this package brings for a model, None where it brings none."""
+    folder = Path(__file__).parent / "heads" / model.name
+    return folder if model.name and (folder / "config.json").is_file() else None
+
+
 def load_draft(name: str, model: Model) -> Draft | None:
     """A draft for a target.
 
     Args:
       name: "none" (returns None), "ngram", "frozen" (a copy of the model's weights as they are now), "model:X" or
-        "eagle:X", X a folder or hub id as for `load`.
+        "eagle:X", X a folder or hub id as for `load`; "eagle": the head that this package brings for the model, if any.
     Errors: ValueError for an unknown name, or a draft that does not fit the target; FileNotFoundError.
     """
     kind, _, source = name.partition(":")
@@ -253,6 +259,12 @@ def load_draft(name: str, model: Model) -> Draft | None:
     if kind == "eagle" and source:
         cfg, params = weights.load_eagle(source, model)
         return Draft(Eagle3(cfg), params)
+    if name == "eagle":
+        folder = bundled_head(model)
+        if folder is None:
+            raise ValueError(f'draft "eagle": no head comes with model {model.name!r}; pass "eagle:PATH_OR_ID"')
+        cfg, params = weights.load_eagle(folder, model)
+        return Draft(Eagle3(cfg), params)
     raise ValueError(
-        f'draft is {name!r}; known are "none", "ngram", "frozen", "model:PATH_OR_ID" and "eagle:PATH_OR_ID"'
+        f'draft is {name!r}; known are "none", "ngram", "frozen", "eagle", "model:PATH_OR_ID" and "eagle:PATH_OR_ID"'
     )

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanospec_fn import model
-from nanospec_fn.kernels import cpu as kernels
+from nanospec_fn import kernels, model
 from nanospec_fn.struct import state
 
 
@@ -104,4 +103,4 @@ def logits(params: HeadParams, cfg: HeadConfig, feature: Tensor, head: Tensor | 
     weight = params.head if isinstance(params.head, Tensor) else head
     if not isinstance(weight, Tensor):
         raise ValueError("head: this draft head borrows the target's output head, pass it")
-    return kernels.linear(kernels.rms_norm(feature, params.norm, cfg.rms_eps), weight, cfg.gemm).float()
+    return kernels.linear(kernels.rms_norm(feature, params.norm, cfg.rms_eps), weight, cfg.gemm, dtype=torch.float32)

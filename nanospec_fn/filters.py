@@ -6,8 +6,7 @@ Shapes: n rows, V vocabulary. Log-probs are in nats, fp32; float64 logits keep t
 import torch
 from torch import Tensor
 
-from nanospec_fn import rng
-from nanospec_fn.kernels import cpu as kernels
+from nanospec_fn import kernels, rng
 
 HEAD = 1024  # tokens that a CPU orders before it resorts to sorting a whole row; an eighth of the time
 
@@ -24,6 +23,10 @@ def log_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor)
       temperature, top_k, top_p: [n].
     Returns: [n, V] fp32 (float64 for float64 logits), -inf outside the kept set.
     """
+    if logits.is_cuda and logits.dtype != torch.float64 and not (torch.is_grad_enabled() and logits.requires_grad):
+        from nanospec_fn.kernels import head  # needs Triton
+
+        return head.log_probs(logits, temperature, top_k, top_p)
     v = logits.shape[-1]
     x = logits if logits.dtype == torch.float64 else logits.float()
     hot = temperature > 0
@@ -92,18 +95,7 @@ def target_tokens(logits: Tensor, logp: Tensor, key: Tensor, temperature: Tensor
 
 def log_sum_exp(x: Tensor) -> Tensor:
     """x [n, V] -> [n], -inf for a row of nothing else; a row's bits depend on that row alone."""
-    n = x.shape[0]
-    top = x.amax(-1)
-    if x.is_cuda:
-        # log_softmax runs one block per row, whereas a sum's blocks depend on how many rows there are.
-        return torch.where(top == -torch.inf, top, top - torch.log_softmax(x, dim=-1).amax(-1))
-    top = top.masked_fill(top == -torch.inf, 0)
-    weights = torch.exp(x - top[:, None])
-    # Not log_softmax, which adds in few running sums: at 128k tokens beside a peak it is off by 7e-5 nats. The sum of
-    # a lone wide row is split among threads to other bits, so rows are added up to where that does not happen.
-    if n < kernels.ROW_BLOCK:
-        weights = kernels.pad_rows(weights, kernels.ROW_BLOCK)
-    return top + torch.log(weights.sum(-1))[:n]
+    return kernels.log_sum_exp(x)
 
 
 def lowest_argmax(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a lossy acceptance rule costs: KL(pi || mu) per row of the target, in closed form, its worst case and as measured.
+"""What a lossy acceptance rule costs: KL(pi || mu) per row of the target, its worst case and as measured.
 
     python -m nanospec_fn kl                    worst case per alpha and number of candidates
     python -m nanospec_fn kl --alpha 0.3 FILE   on the rows of a trace
@@ -8,15 +8,17 @@ section 6). Everything is in nats and in float64.
 """
 
 import argparse
+import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 import nanospec_fn as ns
 from nanospec_fn import arguments, trace
 from nanospec_fn.sampling import Sampling
-from nanospec_fn.trees import Tree
 
 ALPHAS = (0.9, 0.7, 0.5, 0.3, 0.1)
 CANDIDATES = (1, 2, 3, 4)
@@ -70,13 +72,17 @@ def _of_one(log_p: float, log_q: float, alpha: float) -> float:
 def worst_case(alpha: float, candidates: int) -> float:
     """The largest `divergence` that any row with so many candidates can have."""
     worst = 0.0
-    for _ in range(candidates):  # the first's share of the row is free, whatever the others make of what it leaves
-        worst = _maximum(lambda log_p, below=worst: _of_one(log_p, log_one_minus(log_p), alpha)  # type: ignore[misc]
-                         - math.expm1(log_p) * below)
+    for _ in range(candidates):
+        worst = _maximum(lambda log_p, below=worst: _with_rest(log_p, alpha, below))  # type: ignore[misc]
     return worst
 
 
-def _maximum(f: "functools.partial[float]") -> float:
+def _with_rest(log_p: float, alpha: float, below: float) -> float:
+    """The first candidate's share p of a row is free, whatever the others make (`below`) of what it leaves."""
+    return _of_one(log_p, log_one_minus(log_p), alpha) - math.expm1(log_p) * below
+
+
+def _maximum(f: Callable[[float], float]) -> float:
     """The maximum of a smooth function of log p over p in (0, 1): on a grid, then by golden section around its best."""
     at = [-math.exp(-20 + 27 * i / GRID) for i in range(GRID + 1)]
     best = max(range(1, GRID), key=lambda i: f(at[i]))
@@ -86,3 +92,140 @@ def _maximum(f: "functools.partial[float]") -> float:
         a, b = high - golden * (high - low), low + golden * (high - low)
         low, high = (a, high) if f(a) < f(b) else (low, b)
     return f((low + high) / 2)
+
+
+def candidates(nodes: trace.Nodes, row: int) -> list[int]:
+    """The nodes that a row tries, in order."""
+    mine = [i for i, (p, d) in enumerate(zip(nodes.parent, nodes.depth, strict=True)) if p == row - 1 and d > 0]
+    return sorted(mine, key=lambda i: (-nodes.draft_logp[i], nodes.token[i]))
+
+
+def row_of(record: trace.Round, row: int) -> Row:
+    """A recorded row."""
+    return Row(tuple(record.nodes.target_logp[i] for i in candidates(record.nodes, row)), record.rows.rest_mass[row])
+
+
+def passing(record: trace.Round, row: int, request: Sampling) -> int | None:
+    """The candidate that `relaxed` accepts at a recorded row, in fp32 as `sampling.decide` has it."""
+    logp, rank = record.nodes.target_logp, record.nodes.rank
+    likely = (torch.tensor(logp).exp() >= torch.tensor(request.tau)).tolist()
+    for i in candidates(record.nodes, row):
+        if logp[i] > -math.inf and (likely[i] or rank[i] < request.accept_top_k):
+            return i
+    return None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The rows of a trace that emitted a token and have so many candidates."""
+
+    candidates: int
+    rows: int
+    mean: float | None  # KL(pi || mu), nats a token; None: infinite at some row
+    largest: float | None
+    accepting: int  # rows where `relaxed` accepts, and so never emits anything else
+    missing_mass: float  # of pi, that mu cannot reach, on average over the rows
+
+
+def measure(found: trace.Trace, alpha: float | None = None) -> list[Measured]:
+    """KL(pi || mu) on a trace's rows under `power(alpha)`, or under each request's own rule for None.
+
+    The rows are those on the recorded sequences. If these were sampled by `exact`, the mean is an estimate of the cost
+    per token, KL(pi || mu) being an expectation under pi.
+
+    Errors: ValueError for an alpha at temperature 0 or with coupled proposals.
+    """
+    if alpha is not None:
+        check_lossy(found)
+    by_count: dict[int, list[tuple[float, float]]] = {}
+    requests = [r.sampling for r in found.header.requests]
+    if alpha is not None:
+        power = {"rule": "power", "alpha": alpha, "tau": 1.0, "accept_top_k": 0}
+        requests = [dataclasses.replace(r, **power) for r in requests]  # type: ignore[arg-type]
+    for record in found.rounds:
+        for row in (0, *(node + 1 for node in record.path))[: len(record.tokens)]:
+            count = len(candidates(record.nodes, row))
+            by_count.setdefault(count, []).append(cost(record, row, requests[record.request]))
+    return [
+        Measured(
+            candidates=k,
+            rows=len(costs),
+            mean=_finite(math.fsum(kl for kl, _ in costs) / len(costs)),
+            largest=_finite(max(kl for kl, _ in costs)),
+            accepting=sum(kl == math.inf for kl, _ in costs),
+            missing_mass=math.fsum(mass for _, mass in costs) / len(costs),
+        )
+        for k, costs in sorted(by_count.items())
+    ]
+
+
+def _finite(x: float) -> float | None:
+    return None if x == math.inf else x
+
+
+def cost(record: trace.Round, row: int, request: Sampling) -> tuple[float, float]:
+    """KL(pi || mu) at a recorded row under a request's rule, and the mass of pi that mu cannot reach."""
+    if request.rule == "power":
+        return divergence(row_of(record, row), request.alpha), 0.0
+    if request.rule == "relaxed" and (node := passing(record, row, request)) is not None:
+        missing = max(0.0, -math.expm1(record.nodes.target_logp[node]))
+        return math.inf if missing else 0.0, missing
+    return 0.0, 0.0
+
+
+def check_lossy(found: trace.Trace) -> None:
+    """Errors: ValueError naming why no lossy rule has behaviour log-probs on a trace's rows."""
+    for i, request in enumerate(found.header.requests):
+        if request.sampling.temperature == 0:
+            raise ValueError(f"request {i} was sampled at temperature 0, where only 'exact' has a behaviour log-prob")
+    if found.header.speculation and found.header.speculation.coupled:
+        raise ValueError("the proposals were coupled: a lossy rule has no closed form with them")
+
+
+def add_parser(commands: "argparse._SubParsersAction[arguments.Parser]") -> None:
+    """The `kl` command."""
+    parser = commands.add_parser(
+        "kl",
+        help="what a lossy rule costs: KL(pi || mu)",
+        description="KL(pi || mu) in nats a token: the worst case by number of candidates, or as measured on a trace.",
+        epilog="Exit codes: 0; 2 for bad arguments.",
+    )
+    parser.add_argument("file", metavar="FILE", nargs="?", help="a trace written by --trace")
+    parser.add_argument(
+        "--alpha", type=float, metavar="A", help="rule power's exponent (a table; with FILE: each request's own rule)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=functools.partial(run, parser))
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """`kl`; the exit code."""
+    if args.alpha is not None:
+        arguments.checked(
+            parser, functools.partial(ns.Sampling, rule="power", temperature=1.0), {"alpha": ("--alpha", args.alpha)}
+        )
+    if args.file is None:
+        alphas = ALPHAS if args.alpha is None else (args.alpha,)
+        table = {alpha: [worst_case(alpha, k) for k in CANDIDATES] for alpha in alphas}
+        if args.json:
+            print(arguments.json_line({"candidates": CANDIDATES, "worst_case": table}))
+            return 0
+        print("worst case of KL(pi || mu), nats a token, by candidates at the row\n")
+        print("alpha" + "".join(f"{k:>9}" for k in CANDIDATES))
+        for alpha, values in table.items():
+            print(f"{alpha:<5g}" + "".join(f"{value:>9.4f}" for value in values))
+        return 0
+    try:
+        measured = measure(trace.read(args.file), args.alpha)
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(f"argument FILE: {error}")
+    if args.json:
+        print(arguments.json_line({"alpha": args.alpha, "rows": [vars(m) for m in measured]}))
+        return 0
+    rule = "each request's own rule" if args.alpha is None else f"power({args.alpha:g})"
+    print(f"KL(pi || mu) under {rule}, nats a token, on the rows that emitted a token\n")
+    print("candidates     rows       mean    largest  accepting  missing mass")
+    for m in measured:
+        mean, largest = (f"{x:>10.4f}" if x is not None else "  infinite" for x in (m.mean, m.largest))
+        print(f"{m.candidates:<10}{m.rows:>9} {mean} {largest}{m.accepting:>11}{m.missing_mass:>14.4f}")
+    return 0

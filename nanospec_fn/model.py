@@ -5,6 +5,7 @@ L layers.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanospec_fn.kernels import cpu as kernels
+from nanospec_fn import kernels
+from nanospec_fn.kernels import cpu
 from nanospec_fn.struct import state
 
 
@@ -84,6 +86,7 @@ class Model:
     name: str = ""
 
 
+@functools.lru_cache(maxsize=16)  # a pass must not wait for a copy to the device
 def inv_freq(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
     """[D/2] fp32, radians per position, llama3's long-context scaling included.
 
@@ -111,10 +114,12 @@ def angles(rope: Rope, head_dim: int, position: Tensor) -> tuple[Tensor, Tensor]
     return torch.cos(phase), torch.sin(phase)
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | tuple[()], gemm: str) -> Tensor:
-    """x [n, K] -> [n, N], bias added where there is one."""
-    y = kernels.linear(x, w, gemm)
-    return y + bias if isinstance(bias, Tensor) else y
+def linear(x: Tensor, w: Tensor, bias: Tensor | tuple[()], gemm: str, residual: Tensor | None = None) -> Tensor:
+    """x [n, K] -> [n, N], bias and then residual [n, N] added where there is one."""
+    if not isinstance(bias, Tensor):
+        return kernels.linear(x, w, gemm, residual)
+    y = kernels.linear(x, w, gemm) + bias
+    return y if residual is None else residual + y
 
 
 # Reads and writes one layer's keys and values: (layer index, q [n, H, D], k, v [n, K, D]) -> [n, H, D].
@@ -127,11 +132,11 @@ def decoder_layer(
     """One pre-norm layer: residual x [n, E], attention input x_in [n, E_in] (already normed) -> [n, E]."""
     n = x.shape[0]
     qkv = linear(x_in, w.qkv, w.qkv_bias, cfg.gemm).view(n, -1, cfg.head_dim)
-    q, k, v = qkv.split((cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads), dim=1)
-    mixed = attend(kernels.rope(q, cos, sin), kernels.rope(k, cos, sin), v).reshape(n, -1)
-    x = x + linear(mixed, w.out, w.out_bias, cfg.gemm)
+    qk, v = qkv.split((cfg.num_heads + cfg.num_kv_heads, cfg.num_kv_heads), dim=1)
+    q, k = kernels.rope(qk, cos, sin).split((cfg.num_heads, cfg.num_kv_heads), dim=1)
+    x = linear(attend(q, k, v).reshape(n, -1), w.out, w.out_bias, cfg.gemm, residual=x)
     h = linear(kernels.rms_norm(x, w.mlp_norm, cfg.rms_eps), w.gate_up, w.gate_up_bias, cfg.gemm)
-    return x + linear(kernels.silu_mul(h), w.down, w.down_bias, cfg.gemm)
+    return linear(kernels.silu_mul(h), w.down, w.down_bias, cfg.gemm, residual=x)
 
 
 def hidden(
@@ -145,7 +150,7 @@ def hidden(
       taps: layer indices whose *input* is wanted (EAGLE-3 features).
     Returns: x [n, E], and the taps concatenated [n, len(taps) * E].
     """
-    n, short = len(token), -len(token) % kernels.ROW_BLOCK
+    n, short = len(token), -len(token) % kernels.row_block(token)
     # Padded once here, so that no function below has to.
     token, position = (torch.nn.functional.pad(t, (0, short)) for t in (token, position))
     x = params.embed[token]
@@ -168,7 +173,7 @@ def hidden(
 def logits(params: Params, cfg: Config, x: Tensor) -> Tensor:
     """x [n, E] of `hidden` -> [n, V] fp32."""
     head = params.head if isinstance(params.head, Tensor) else params.embed
-    return kernels.linear(kernels.rms_norm(x, params.norm, cfg.rms_eps), head, cfg.gemm).float()
+    return kernels.linear(kernels.rms_norm(x, params.norm, cfg.rms_eps), head, cfg.gemm, dtype=torch.float32)
 
 
 def forward(params: Params, cfg: Config, tokens: Tensor, taps: Sequence[int] = ()) -> Tensor:
@@ -191,10 +196,14 @@ def forward(params: Params, cfg: Config, tokens: Tensor, taps: Sequence[int] = (
 
 def dense_attend(cfg: Config, b: int, t: int, position: Tensor) -> AttendLayer:
     """Causal attention among the b * t rows of this very pass."""
-    padded = -(-t // kernels.KV_BLOCK) * kernels.KV_BLOCK
+    if position.is_cuda and cfg.gemm == "canonical":
+        from nanospec_fn.kernels import gpu  # needs Triton
+
+        return lambda _, q, k, v: gpu.causal_attention(q, k, v, b)
+    padded = -(-t // cpu.KV_BLOCK) * cpu.KV_BLOCK
     groups = cfg.num_heads // cfg.num_kv_heads
     causal = position[:, None] >= torch.arange(padded, device=position.device)
-    unseen = kernels.hide(causal.expand(b, -1, -1), cfg.num_kv_heads, groups)
+    unseen = cpu.hide(causal.expand(b, -1, -1), cfg.num_kv_heads, groups)
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = group_heads(q.view(b, t, cfg.num_heads, cfg.head_dim), cfg.num_kv_heads)
@@ -204,7 +213,7 @@ def dense_attend(cfg: Config, b: int, t: int, position: Tensor) -> AttendLayer:
             )
             for y in (k, v)
         )
-        return ungroup_heads(kernels.attention(q, [(k, v, unseen)], cfg.head_dim**-0.5), b, cfg.num_kv_heads, t)
+        return ungroup_heads(cpu.attention(q, [(k, v, unseen)], cfg.head_dim**-0.5), b, cfg.num_kv_heads, t)
 
     return attend
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanospec_fn.struct import put, replace, state
+from nanospec_fn.struct import put, put_, replace, state
 
 SINK = 0
 NONE = -1
@@ -126,6 +126,12 @@ def read(pool: Tensor, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
 
 def move(pool: Tensor, page_table: Tensor, source: Tensor, dest: Tensor, page_size: int, put: Write) -> Tensor:
     """Copy rows inside each slot: storage positions source [B, R] -> dest [B, R]; a negative pair does nothing."""
+    if pool.is_cuda:
+        from nanospec_fn.kernels import attend  # needs Triton
+
+        pool = pool if put is put_ else pool.clone()
+        attend.move_kv(pool, page_table, source, dest)
+        return pool
     page, offset = locate(page_table, torch.where(dest < 0, NONE, source), page_size)
     k, v = read(pool, page, offset)
     page, offset = locate(page_table, torch.where(source < 0, NONE, dest), page_size)

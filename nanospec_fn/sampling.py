@@ -19,6 +19,7 @@ from nanospec_fn.trees import Tree
 RULES = ("exact", "relaxed", "power")  # a rule's code is its index
 EXACT, RELAXED, POWER = range(3)
 INT32_MAX = 2**31 - 1
+LANES = 64  # fp32 values of a CPU's widest vectors, unrolled loops included
 SMALLEST = 1e-30  # of alpha and top_p: fp32 keeps it apart from 0 with room to spare
 
 
@@ -188,6 +189,8 @@ def weigh(
     On a CPU what no slot's rule asks for is left out, unless `full`, which a record needs that is to be judged under
     other rules. A verdict has the same bits either way.
     """
+    if logits.is_cuda and draws is None:
+        return weigh_on_device(logits, tree, controls, position, full)
     full = full or logits.is_cuda
     b, rows, v = logits.shape
     token = tree.token.clamp_min(0).long()
@@ -230,6 +233,16 @@ def weigh(
     return Evidence(node_logp, node_rank, uniform, target, target_logp, rest, rest_logp, rest_mass)
 
 
+def weigh_on_device(logits: Tensor, tree: Tree, controls: Controls, position: Tensor, full: bool) -> Evidence:
+    """`weigh` by kernels that read the logits only, and of each row only what its rule asks for."""
+    from nanospec_fn.kernels import head  # needs Triton
+
+    c, every = controls, torch.full_like(controls.rule, full, dtype=torch.bool)
+    ranked, residual = every | (c.rule == RELAXED), every | (c.rule == POWER)
+    request = head.Request(c.temperature, c.top_k, c.top_p, c.key, position, ranked=ranked, residual=residual)
+    return Evidence(**head.weigh(logits.float(), request, tree.token, tree.parent, tree.depth)._asdict())
+
+
 def decide(evidence: Evidence, tree: Tree, controls: Controls, depth: int) -> Verdict:
     """The part of `accept` that needs the evidence alone, so that a recorded round can be judged again."""
     e, rule = evidence, controls.rule[:, None]
@@ -240,11 +253,11 @@ def decide(evidence: Evidence, tree: Tree, controls: Controls, depth: int) -> Ve
     possible = present & (e.node_logp > -torch.inf)
     power, reject = _power(e, parent, before, possible, controls.alpha)
 
-    likely = (e.node_logp.exp() >= controls.tau[:, None]) | (e.node_rank < controls.accept_top_k[:, None])
+    likely = (_exp(e.node_logp) >= controls.tau[:, None]) | (e.node_rank < controls.accept_top_k[:, None])
     passes = torch.where(
         rule == EXACT,
         present & (tree.token == e.target.gather(1, parent)),
-        possible & torch.where(rule == RELAXED, likely, e.accept < power.exp()),
+        possible & torch.where(rule == RELAXED, likely, e.accept < _exp(power)),
     )
     first = passes & ~(before & passes[:, None, :]).any(-1)
 
@@ -296,12 +309,25 @@ def _power(e: Evidence, parent: Tensor, before: Tensor, possible: Tensor, alpha:
     What comes later is the later candidates and the tokens that are none: no mass is found by subtraction, and where
     nothing comes later a is 1.
     """
+    n = parent.shape[1]
     after = torch.where(before.transpose(1, 2), e.node_logp[:, None, :], -torch.inf)
-    later = torch.logsumexp(torch.cat((after, e.rest_mass.gather(1, parent)[:, :, None]), dim=-1), dim=-1)
-    ratio = -torch.logaddexp(torch.zeros_like(later), later - e.node_logp)
-    log_a = torch.where(possible, alpha.to(ratio.dtype)[:, None] * ratio, -torch.inf)
+    terms = torch.cat((after, e.rest_mass.gather(1, parent)[:, :, None]), dim=-1)
+    terms = torch.nn.functional.pad(terms, (0, -(n + 1) % LANES, 0, -n % LANES), value=-torch.inf)
+    later = torch.logsumexp(terms, dim=-1)
+    ratio = -torch.logaddexp(torch.zeros_like(later), later - _whole(e.node_logp))
+    log_a = torch.where(_whole(possible), alpha.to(ratio.dtype)[:, None] * ratio, -torch.inf)
     reject = torch.where(log_a > -math.log(2), torch.log(-torch.expm1(log_a)), torch.log1p(-log_a.exp()))
-    return log_a, reject
+    return log_a[:, :n], reject[:, :n]
+
+
+def _whole(x: Tensor) -> Tensor:
+    """x [B, N] with N padded to whole vectors: what is left over of the last one takes scalar code, to other bits."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % LANES))
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp of x [B, N], each slot's bits its own."""
+    return _whole(x).exp()[:, : x.shape[1]]
 
 
 def _goes_before(tree: Tree) -> Tensor:

@@ -141,7 +141,7 @@ def _round(
     evidence, verdict = _judge(static, logits, tree, s, spec.depth)  # accept
     if spec.top_k > 1 and spec.depth:  # a chain's nodes stand where they belong
         pools = _commit(static, pools, s, verdict, live, put)
-    carried = draft.observe(carried, features.view(*rows.token.shape, -1), verdict.path)
+    carried = draft.observe(carried, features.view(*rows.token.shape, -1), verdict.path, live)
     s, info = _emit(static, s, tree, evidence, verdict, live, ok)
     return _put_back(replace(state, pages=free, pools=pools), slot, s, carried), info
 
@@ -197,7 +197,7 @@ def _emit(
         accepted=torch.minimum(count, verdict.accepted),
         done=s.done,
         ok=ok,
-        left=s.prefill_to - s.length,
+        left=(s.prefill_to - s.length).clamp_min(0),
         tree=tree,
         evidence=evidence,
     )
@@ -215,7 +215,7 @@ def verify_rows(s: Slots, tree: Tree, live: Tensor, spec: Speculation) -> Rows:
     lane = torch.arange(depth.shape[1], dtype=torch.int32, device=depth.device)
     path: Tensor | tuple[()] = ()
     if spec.top_k > 1 and spec.depth:
-        nodes = torch.func.vmap(lambda t: trees.ancestors(t, spec.depth))(tree)
+        nodes = trees.paths_all(tree, 0, tree.token.shape[1], spec.depth)
         nodes = torch.nn.functional.pad(nodes, (0, 0, 1, 0), value=-1)  # the root has none
         first = s.length[:, None, None]
         path = torch.cat((first.expand(-1, nodes.shape[1], 1), first + 1 + nodes.clamp_min(0)), dim=2)

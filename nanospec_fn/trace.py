@@ -258,7 +258,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
     raw = _load(lines[0], f"{path}: line 1")
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ValueError(f"{path}: line 1: no header of a {FORMAT}")
-    if raw.get("version") != VERSION:
+    if raw.get("version") != VERSION or raw["version"] is True:
         raise ValueError(f"{path}: line 1: version {raw.get('version')!r} is unknown, this is version {VERSION}")
     header = _parse(Header, raw, f"{path}: line 1")
     for request in header.requests:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from nanospec_fn.struct import state
 
+WIDEST = 8  # nodes per level that the GPU's kernel takes: it compares all pairs of k * k candidates
+
 
 @state
 class Tree:
@@ -153,6 +155,25 @@ def path(tree: Tree, node: Tensor, depth: int) -> Tensor:
 def ancestors(tree: Tree, depth: int) -> Tensor:
     """[N, D] int32: each node's path from depth 1 to itself, padded with -1. depth: D, at least the tree's."""
     return path(tree, torch.arange(tree.token.shape[0], device=tree.token.device), depth)
+
+
+def expand_all(tree: Tree, depth: int, token: Tensor, logp: Tensor) -> Tree:
+    """`expand` for a batch: tree [B, N], candidates [B, m, k]."""
+    if token.is_cuda and token.shape[2] <= WIDEST:
+        from nanospec_fn.kernels import tree as kernel  # needs Triton
+
+        return Tree(*kernel.expand((tree.token, tree.parent, tree.depth, tree.logp, tree.score), depth, token, logp))
+    return torch.func.vmap(lambda t, i, p: expand(t, depth, i, p))(tree, token, logp)
+
+
+def paths_all(tree: Tree, first: int, count: int, depth: int) -> Tensor:
+    """`path` of nodes first .. first + count - 1 for a batch: tree [B, N] -> [B, count, depth]."""
+    if tree.token.is_cuda:
+        from nanospec_fn.kernels import tree as kernel  # needs Triton
+
+        return kernel.paths(tree.parent, tree.depth, first, count, depth)
+    node = torch.arange(first, first + count, dtype=torch.int32, device=tree.token.device)
+    return torch.func.vmap(lambda t: path(t, node, depth))(tree)
 
 
 def _take(tree: Tree, node: Tensor) -> Tree:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanospec_fn import chat, checkpoint, config, eagle, model
+from nanospec_fn import chat, checkpoint, config, eagle, kernels, model
 from nanospec_fn.checkpoint import Checkpoint, Stored
-from nanospec_fn.kernels import cpu as kernels
 
 # The tensors that make up one weight, fused along their rows in this order; empty where the checkpoint has none.
 Parts = dict[str, tuple[int, ...]]
 
+TARGET_ROWS = "target_rows"
 DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
@@ -48,7 +48,7 @@ def load(name: str | os.PathLike[str] = "auto", device: str = "auto", dtype: str
     found = checkpoint.open_checkpoint(name)
     cfg = config.parse(found.config, found.path)
     params = build_target(found, cfg, where, precision)
-    cfg = dataclasses.replace(cfg, gemm=kernels.pick_gemm(precision) if where.type == "cpu" else "library")
+    cfg = dataclasses.replace(cfg, gemm=kernels.pick_gemm(where, precision))
     tokenizer = chat.from_gguf(found.metadata) if found.metadata else chat.from_folder(found.path)
     return model.Model(cfg, params, tokenizer, name)
 
@@ -198,9 +198,13 @@ def build_head(
     expected: Parts = {}
     for parts in (*ends.values(), *layer.values()):
         expected |= parts
-    # Only what the target has too may be left out: its embedding and, over the full vocabulary, its output head.
+    # Only what the target has too may be left out: its embedding, and its output head where the draft vocabulary is the
+    # whole one or the config says (a key of this project's) that the map's rows of it are meant.
+    rows = raw.get("lm_head") == TARGET_ROWS
+    if raw.get("lm_head") not in (None, TARGET_ROWS) or (rows and "lm_head.weight" in tensors):
+        raise ValueError(f"{path}: lm_head must be absent, or {TARGET_ROWS!r} with no lm_head.weight in the file")
     if not full:
-        expected |= {"lm_head.weight": own["lm_head.weight"], "d2t": maps["d2t"]}
+        expected |= {"d2t": maps["d2t"]} if rows else {"lm_head.weight": own["lm_head.weight"], "d2t": maps["d2t"]}
     borrowed = [key for key in own if key not in tensors]
     if borrowed and e != target.cfg.hidden_size:
         raise ValueError(
@@ -209,12 +213,15 @@ def build_head(
     check_tensors(tensors, expected, path, optional=own | maps)
     device, dtype = target.params.embed.device, target.params.embed.dtype
     read = reader(tensors, path, device, dtype)
+    target_id = vocabulary_map(tensors, cfg, path).to(device)
+    whole = target.params.head if isinstance(target.params.head, Tensor) else target.params.embed
+    head = read({} if "lm_head.weight" in borrowed else {"lm_head.weight": own["lm_head.weight"]})
     return eagle.HeadParams(
         **{name: read(parts) for name, parts in ends.items()},
         layer=model.Layer(**{name: read(parts) for name, parts in layer.items()}),
-        head=read({} if "lm_head.weight" in borrowed else {"lm_head.weight": own["lm_head.weight"]}),
+        head=whole[target_id] if rows else head,
         embed=read({} if "embed_tokens.weight" in borrowed else {"embed_tokens.weight": own["embed_tokens.weight"]}),
-        target_id=vocabulary_map(tensors, cfg, path).to(device),
+        target_id=target_id,
     )
 
 

@@ -1,0 +1,76 @@
+"""Row-canonical arithmetic: a row's bits depend on that row alone.
+
+cpu.py is plain torch; gpu.py leads to the Triton kernels of the other files. The functions here pick one
+by where the tensors are, and Triton is imported only when it is needed.
+
+Shapes: n rows, K/N the inner and outer width of a matrix.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from nanospec_fn.kernels import cpu
+
+
+def _of(x: Tensor) -> ModuleType:
+    if not x.is_cuda or x.dtype == torch.float64:  # float64 is for checks: the library's arithmetic, no promise
+        return cpu
+    from nanospec_fn.kernels import gpu
+
+    return gpu
+
+
+def pick_gemm(device: torch.device, dtype: torch.dtype) -> str:
+    """`linear`'s choice for a device: "canonical" (Triton) on CUDA; a tested one on a CPU; else "library"."""
+    if device.type == "cpu":
+        return cpu.pick_gemm(dtype)
+    return "canonical" if device.type == "cuda" else "library"
+
+
+def row_block(x: Tensor) -> int:
+    """Row counts that are a multiple of this need no padding inside the functions below."""
+    return 1 if x.is_cuda else cpu.ROW_BLOCK
+
+
+def linear(x: Tensor, w: Tensor, gemm: str, residual: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """x [n, K] @ w [N, K]^T -> [n, N].
+
+    Args:
+      gemm: of `pick_gemm`, or "library" for `F.linear`, which promises nothing about bits.
+      residual: [n, N], added to the rounded product.
+      dtype: of the result, rounded once where the kernel can; None: x's.
+    """
+    if gemm == "canonical" and x.is_cuda:
+        from nanospec_fn.kernels import gpu
+
+        return gpu.linear(x, w, residual, dtype)
+    y = cpu.linear(x, w, gemm)
+    y = y if residual is None else residual + y
+    return y if dtype is None else y.to(dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [n, E] normalised per row in fp32, times weight [E]."""
+    return _of(x).rms_norm(x, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [n, 2I] -> silu(gate) * up [n, I]."""
+    return _of(gate_up).silu_mul(gate_up)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [n, heads, D] by cos, sin [n, D/2]; pair i is (i, i + D/2), as in Hugging Face checkpoints."""
+    return _of(x).rope(x, cos, sin)
+
+
+def log_sum_exp(x: Tensor) -> Tensor:
+    """x [n, V] -> [n], -inf for a row of nothing else."""
+    return _of(x).log_sum_exp(x)
+
+
+def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k most probable tokens of each row: logits x [n, V] -> log-probs [n, k], ids [n, k] int64."""
+    return _of(x).top(x, k)

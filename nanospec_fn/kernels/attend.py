@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanospec_fn.kernels.overlap import begin, launch
+
 BLOCK = 64  # positions; page sizes divide it
 ALL, SHARED, OWN = 0, 1, 2  # which blocks: all; those that the rows of a slot share; those that each row has for itself
 
@@ -23,8 +25,9 @@ ALL, SHARED, OWN = 0, 1, 2  # which blocks: all; those that the rows of a slot s
 @triton.jit
 def _store_kv(
     k, v, pool, store, position, table, k_stride, v_stride, pool_page, pool_half,
-    R, M, S, KD, WIDTH: tl.constexpr,
+    R, M, S, KD, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(position + row) >= 0:
         at = tl.load(store + row)
@@ -38,18 +41,19 @@ def _store_kv(
 def store_kv(pool: Tensor, k: Tensor, v: Tensor, store: Tensor, position: Tensor, page_table: Tensor) -> None:
     """Write k, v [n, K, D] of live rows to storage positions store [B, R] of the pool [P + 1, 2, S, K, D], in place."""
     n, kv_heads, d = k.shape
+    store, position, page_table = store.contiguous(), position.contiguous(), page_table.contiguous()
     k, v = (x if x.stride(2) == 1 and x.stride(1) == d else x.contiguous() for x in (k, v))
     if n:
         _store_kv[(n,)](
             k, v, pool, store, position, page_table, k.stride(0), v.stride(0), pool.stride(0), pool.stride(1),
             store.shape[1], page_table.shape[1], pool.shape[2], kv_heads * d,
-            WIDTH=triton.next_power_of_2(kv_heads * d), num_warps=4,
+            WIDTH=triton.next_power_of_2(kv_heads * d), num_warps=4, **launch(k),
         )  # fmt: skip
 
 
 @triton.jit
 def _share(q, k, v, visible, scale):
-    """One block's share: top [rows], mass [rows], mix [rows, D]. q [rows, D], k, v [BLOCK, D], visible [rows, BLOCK]."""
+    """One block's share, top, mass [rows], mix [rows, D], of q [rows, D], k, v [BLOCK, D], visible [rows, BLOCK]."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     s = tl.where(visible, s, -float("inf"))
     top = tl.max(s, 1)
@@ -66,7 +70,8 @@ def _fold(top, mass, mix, top_b, mass_b, mix_b):
     """What is known of a row, and the share of the next block -> what is known then. mix [rows, D]."""
     new = tl.maximum(top, top_b)
     seen = top_b > -float("inf")
-    a, b = tl.exp(top - new), tl.exp(top_b - new)
+    safe = tl.where(new == -float("inf"), 0.0, new)
+    a, b = tl.exp(top - safe), tl.exp(top_b - safe)
     mass = tl.where(seen, mass * a + mass_b * b, mass)
     mix = tl.where(seen[:, None], mix * a[:, None] + mix_b * b[:, None], mix)
     return new, mass, mix
@@ -82,9 +87,10 @@ def _attend(
     q, pool, out, tops, masses, mixes, position, base, path, table,
     scale, pool_page, pool_half, pool_slot, R, M, S, J, NB, K, D,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr, SPLIT: tl.constexpr,
+    PART: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (row tiles, B * K, splits). A tile is ROWS of a slot's R * G query rows, or one row's G for OWN."""
+    begin(OVERLAP)
     slot, head = tl.program_id(1) // K, tl.program_id(1) % K
     lane = tl.arange(0, ROWS)
     if PART == 2:
@@ -101,10 +107,9 @@ def _attend(
         stop = min(stop, tl.load(base + slot) // BLOCK)
     if PART == 2:
         start = tl.load(base + slot) // BLOCK
-    if SPLIT and PART != 0 and start + tl.program_id(2) >= stop:
-        return
-    if SPLIT and PART == 0 and tl.program_id(2) >= stop:
-        return
+    if SPLIT:  # noqa: SIM102 - a constant, and what is known on the device alone
+        if start + tl.program_id(2) >= stop:
+            return
 
     d = tl.arange(0, WIDTH)
     query = ((slot * R + row) * K + head).to(tl.int64) * G + group  # of [n * H]
@@ -154,8 +159,11 @@ def _attend(
 
 
 @triton.jit
-def _merge(tops, masses, mixes, out, position, NB, H, D, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _merge(
+    tops, masses, mixes, out, position, NB, H, D, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Fold the stored shares of one row and head, in order."""
+    begin(OVERLAP)
     query = tl.program_id(0).to(tl.int64)
     stop = (tl.load(position + query // H) + BLOCK) // BLOCK
     d = tl.arange(0, WIDTH)
@@ -163,7 +171,7 @@ def _merge(tops, masses, mixes, out, position, NB, H, D, WIDTH: tl.constexpr, BL
     top = tl.full((1,), -float("inf"), tl.float32)
     mass = tl.zeros((1,), tl.float32)
     mix = tl.zeros((1, WIDTH), tl.float32)
-    for block in range(0, stop):
+    for block in range(stop):
         at = query * NB + block + one
         mix_b = tl.load(mixes + at[:, None] * D + d[None, :], mask=d[None, :] < D, other=0)
         top, mass, mix = _fold(top, mass, mix, tl.load(tops + at), tl.load(masses + at), mix_b)
@@ -197,11 +205,16 @@ def attend(
     size, kv_heads = pool.shape[2], pool.shape[3]
     groups, width = heads // kv_heads, triton.next_power_of_2(d)
     tree = isinstance(path, Tensor)
+    position, page_table = position.contiguous(), page_table.contiguous()
+    # What is not there is never read, but a kernel wants a pointer.
+    ancestors = path.contiguous() if isinstance(path, Tensor) else position
+    first = base.contiguous() if isinstance(path, Tensor) and isinstance(base, Tensor) else position
     out = torch.empty(n, heads, d, dtype=q.dtype, device=q.device)
     if not n:
         return out
     blocks = triton.cdiv(page_table.shape[1] * size, BLOCK)
-    rows = rows or min(128 if width <= 128 else 64, max(16, triton.next_power_of_2(r * groups)))
+    most_rows = 16 if q.dtype == torch.float32 else 128 if width <= 128 else 64
+    rows = rows or min(most_rows, max(16, triton.next_power_of_2(r * groups)))
     tiles = triton.cdiv(r * groups, rows)
     if split is None:  # a program for each block where there are too few rows to fill the device
         split = b * kv_heads * (r if tree else tiles) < 256
@@ -213,24 +226,53 @@ def attend(
         tops = masses = mixes = out
     own_rows = max(16, triton.next_power_of_2(groups))
 
-    def launch(part: int, tiles: int, rows: int, splits: int) -> None:
+    def run(part: int, tiles: int, rows: int, splits: int) -> None:
         _attend[(tiles, b * kv_heads, splits if split else 1)](
-            q.contiguous(), pool, out, tops, masses, mixes, position, base if tree else position,
-            path if tree else position, page_table, d**-0.5, pool.stride(0), pool.stride(1), pool.stride(2),
-            r, page_table.shape[1], size, path.shape[2] if tree else 0, per_query, kv_heads, d,
+            q.contiguous(), pool, out, tops, masses, mixes, position, first,
+            ancestors, page_table, d**-0.5, pool.stride(0), pool.stride(1), pool.stride(2),
+            r, page_table.shape[1], size, ancestors.shape[-1], per_query, kv_heads, d,
             G=groups, ROWS=rows, WIDTH=width, BLOCK=BLOCK, PART=part, SPLIT=split,
-            num_warps=8 if rows >= 128 else 4, num_stages=2, enable_fp_fusion=False,
+            num_warps=8 if rows >= 128 else 4, num_stages=2, enable_fp_fusion=False, **launch(q),
         )  # fmt: skip
 
     most = min(blocks, max(1, 1024 // (b * kv_heads * tiles)))
     if tree:
-        launch(SHARED, tiles, rows, most)
-        launch(OWN, r, own_rows, triton.cdiv(BLOCK - 1 + path.shape[2], BLOCK))
+        run(SHARED, tiles, rows, most)
+        run(OWN, r, own_rows, triton.cdiv(BLOCK - 1 + ancestors.shape[-1], BLOCK))
     else:
-        launch(ALL, tiles, rows, most)
+        run(ALL, tiles, rows, most)
     if split:
         _merge[(n * heads,)](
             tops, masses, mixes, out, position, per_query, heads, d, WIDTH=width, BLOCK=BLOCK,
-            num_warps=1, enable_fp_fusion=False,
+            num_warps=1, enable_fp_fusion=False, **launch(q),
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _move_kv(pool, table, source, dest, pool_page, pool_half, W, M, S, KD, WIDTH: tl.constexpr, COLS: tl.constexpr):
+    """Programs: (columns, halves, B). All rows of a column block are read before the first is written."""
+    slot = tl.program_id(2)
+    lane = tl.arange(0, WIDTH)
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    old = tl.load(source + slot * W + lane, mask=lane < W, other=-1)
+    new = tl.load(dest + slot * W + lane, mask=lane < W, other=-1)
+    mask = (old >= 0) & (new >= 0)
+    from_page = tl.load(table + slot * M + old // S, mask=mask, other=0).to(tl.int64)
+    to_page = tl.load(table + slot * M + new // S, mask=mask, other=0).to(tl.int64)
+    both = mask[:, None] & (col[None, :] < KD)
+    half = pool + tl.program_id(1).to(tl.int64) * pool_half
+    x = tl.load(half + (from_page * pool_page + old % S * KD)[:, None] + col[None, :], mask=both)
+    tl.debug_barrier()
+    tl.store(half + (to_page * pool_page + new % S * KD)[:, None] + col[None, :], x, mask=both)
+
+
+def move_kv(pool: Tensor, page_table: Tensor, source: Tensor, dest: Tensor) -> None:
+    """Copy rows inside each slot, in place: storage positions source [B, W] -> dest [B, W]; negatives do nothing."""
+    b, w = source.shape
+    kd = pool.shape[3] * pool.shape[4]
+    if b and w:
+        _move_kv[(triton.cdiv(kd, 256), 2, b)](
+            pool, page_table.contiguous(), source.contiguous(), dest.contiguous(), pool.stride(0), pool.stride(1),
+            w, page_table.shape[1], pool.shape[2], kd, WIDTH=triton.next_power_of_2(w), COLS=256, num_warps=4,
+        )  # fmt: skip

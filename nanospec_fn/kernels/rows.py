@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDE = 4096  # elements of a row that a program holds at once
+from nanospec_fn.kernels.overlap import begin, launch
 
 
 @triton.jit
-def _rms_norm(x, weight, out, E, eps, WIDTH: tl.constexpr):
+def _rms_norm(x, weight, out, E, eps, WIDTH: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     wide = tl.load(x + row * E + i, mask=i < E, other=0).to(tl.float32)
@@ -28,19 +29,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     width = triton.next_power_of_2(e)
     if n:
         _rms_norm[(n,)](
-            x, weight, out, e, eps, WIDTH=width, num_warps=min(16, max(1, width // 512)), enable_fp_fusion=False
+            x,
+            weight,
+            out,
+            e,
+            eps,
+            WIDTH=width,
+            num_warps=min(16, max(1, width // 512)),
+            enable_fp_fusion=False,
+            **launch(x),
         )
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up, out, I, WIDTH: tl.constexpr):
+def _silu_mul(gate_up, out, size, WIDTH: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    gate = tl.load(gate_up + row * 2 * I + i, mask=i < I, other=0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * I + I + i, mask=i < I, other=0).to(tl.float32)
+    gate = tl.load(gate_up + row * 2 * size + i, mask=i < size, other=0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + i, mask=i < size, other=0).to(tl.float32)
     act = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * I + i, (act * up).to(out.dtype.element_ty), mask=i < I)
+    tl.store(out + row * size + i, (act * up).to(out.dtype.element_ty), mask=i < size)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -50,12 +60,25 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty(n, width, dtype=gate_up.dtype, device=gate_up.device)
     if n:
         grid = (triton.cdiv(width, 1024), n)
-        _silu_mul[grid](gate_up, out, width, WIDTH=1024, num_warps=4, enable_fp_fusion=False)
+        _silu_mul[grid](gate_up, out, width, WIDTH=1024, num_warps=4, enable_fp_fusion=False, **launch(gate_up))
     return out
 
 
 @triton.jit
-def _rope(x, cos, sin, out, row_stride, head_stride, HALF, HEADS, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _rope(
+    x,
+    cos,
+    sin,
+    out,
+    row_stride,
+    head_stride,
+    HALF,
+    HEADS,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    begin(OVERLAP)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, WIDTH)
     mask = (head[:, None] < HEADS) & (i[None, :] < HALF)
@@ -78,31 +101,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         block = min(8, triton.next_power_of_2(heads))
         _rope[(n, triton.cdiv(heads, block))](
             x, cos.contiguous(), sin.contiguous(), out, x.stride(0), x.stride(1), d // 2, heads,
-            WIDTH=width, BLOCK=block, num_warps=2, enable_fp_fusion=False,
+            WIDTH=width, BLOCK=block, num_warps=2, enable_fp_fusion=False, **launch(x),
         )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _log_sum_exp(x, out, V, WIDTH: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, WIDTH)
-    top = tl.full((WIDTH,), -float("inf"), tl.float32)
-    for start in range(0, V, WIDTH):
-        top = tl.maximum(top, tl.load(x + row * V + start + i, mask=start + i < V, other=-float("inf")))
-    peak = tl.max(top, 0)
-    safe = tl.where(peak == -float("inf"), 0.0, peak)
-    total = tl.zeros((WIDTH,), tl.float32)
-    for start in range(0, V, WIDTH):
-        total += tl.exp(tl.load(x + row * V + start + i, mask=start + i < V, other=-float("inf")) - safe)
-    tl.store(out + row, safe + tl.log(tl.sum(total, 0)))
-
-
-def log_sum_exp(x: Tensor) -> Tensor:
-    """x [n, V] fp32 -> [n], -inf for a row of nothing else."""
-    out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    if x.shape[0]:
-        _log_sum_exp[(x.shape[0],)](
-            x.contiguous(), out, x.shape[1], WIDTH=WIDE, num_warps=8, enable_fp_fusion=False
-        )
     return out

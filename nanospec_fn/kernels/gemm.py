@@ -2,7 +2,7 @@
 
 K is walked from 0 in order, one fp32 accumulator per output, no split; the sum is rounded once. The tensor core adds 16
 products at a time whatever the tile, so a row's bits depend neither on the tile's shape nor on which operand is the
-wide one (measured: docs/performance.md, tests/gpu/test_linear.py). So the launch below is free to follow n.
+wide one (measured: docs/performance.md, tests/gpu/test_kernels.py). So the launch below is free to follow n.
 
 Shapes: n rows, K / N inner and outer width.
 """
@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from nanospec_fn.kernels.overlap import begin, launch, prefetch
 
 
 class Tile(NamedTuple):
@@ -33,17 +35,22 @@ def _store(out, residual, acc, at, mask, ADD: tl.constexpr):
     tl.store(out + at, y, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])  # a lone row would get another, slower kernel
 def _few_rows(
     x, w, out, residual, n, N, K,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out^T = w @ x^T: the weights are the wide operand, so that few rows waste little of an instruction."""
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row_tiles = tl.cdiv(n, ROWS)  # neighbours share a tile of the weights
+    col = tl.program_id(0) // row_tiles * COLS + tl.arange(0, COLS)
+    row = (tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     k = tl.arange(0, DEPTH)
     w_at = w + (col % N).to(tl.int64)[:, None] * K + k[None, :]
     x_at = x + (row % n)[None, :] * K + k[:, None]
+    line = tl.arange(0, (2 * DEPTH + 63) // 64) * 64  # the weights wait for nobody
+    prefetch(w + (col % N).to(tl.int64)[:, None] * K + (line % K)[None, :], OVERLAP)
+    begin(OVERLAP)
     acc = tl.zeros((COLS, ROWS), dtype=tl.float32)
     for start in range(0, K, DEPTH):
         if EVEN:
@@ -58,10 +65,11 @@ def _few_rows(
     _store(out, residual, acc, at, (row[None, :] < n) & (col[:, None] < N), ADD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _many_rows(
     x, w, out, residual, n, N, K,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = x @ w^T in square-ish tiles; programs run in groups of 8 row tiles, so that both operands stay in L2."""
     row_tiles, col_tiles = tl.cdiv(n, ROWS), tl.cdiv(N, COLS)
@@ -73,6 +81,7 @@ def _many_rows(
     k = tl.arange(0, DEPTH)
     x_at = x + (row % n)[:, None] * K + k[None, :]
     w_at = w + (col % N).to(tl.int64)[None, :] * K + k[:, None]
+    begin(OVERLAP)
     acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for start in range(0, K, DEPTH):
         if EVEN:
@@ -117,11 +126,10 @@ def linear(
     if x.dtype == torch.float32:  # twice the bytes, and no tensor core: small tiles
         tile = Tile(16, 32, 32, 4, 2) if n <= 64 else Tile(64, 64, 32, 4, 2)
     kernel = _few_rows if tile.rows <= 64 and x.dtype != torch.float32 else _many_rows
-    row_tiles, col_tiles = triton.cdiv(n, tile.rows), triton.cdiv(outer, tile.cols)
-    grid = (col_tiles, row_tiles) if kernel is _few_rows else (row_tiles * col_tiles,)
+    grid = (triton.cdiv(n, tile.rows) * triton.cdiv(outer, tile.cols),)
     kernel[grid](
         x, w, out, out if residual is None else residual.contiguous(), n, outer, inner,
         ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, EVEN=inner % tile.depth == 0, ADD=residual is not None,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **launch(x),
     )  # fmt: skip
     return out

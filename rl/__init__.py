@@ -1,0 +1,1 @@
+"""Training on top of the engine: draft heads, and reinforcement learning from its rollouts."""

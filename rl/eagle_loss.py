@@ -1,0 +1,246 @@
+"""The training-time test of EAGLE-3: a head unrolled over its own features, exactly as it drafts.
+
+Row p of a sequence is the pair (feature p, token p + 1) and predicts token p + 2. At unroll step j it stands for the
+drafted token of depth j behind the base p - j: it takes the head's output of step j - 1 at row p - 1 in place of the
+target's feature, and attends the true rows up to the base and then its own path, rows of the steps 1..j.
+
+Shapes: B sequences, T tokens, R = T - 1 rows, E hidden, F tapped width, S unroll steps, m supervised rows,
+V vocabulary, Vd draft vocabulary, H / K query / KV heads, D head dim.
+Source: EAGLE-3 (Li et al. 2025), section 3; the weights 0.8^j as in SpecForge.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import nanospec_fn as ns
+from nanospec_fn import eagle, model, struct
+
+CHUNK = 4096  # rows whose logits over the whole vocabulary are there at once
+
+
+@struct.state
+class Seen:
+    """What the target makes of sequences."""
+
+    taps: Tensor  # [B, T, F], its tapped streams
+    x: Tensor  # [B, T, E], its last stream, before the final norm
+    best: Tensor  # [B, T] int64, its most probable next token
+
+
+@struct.state
+class Batch:
+    """Sequences padded on the right, and what the target says of them."""
+
+    tokens: Tensor  # [B, T] int64
+    taps: Tensor  # [B, T, F], the target's tapped streams
+    row: Tensor  # [m] int64, supervised rows, flat indices into [B, R]
+    live: Tensor  # [S, m] bool, whether the path that ends in the row at step j starts inside the response
+    target: Tensor  # [m, Vd] fp32, the target's distribution of the row's token, renormalised over the draft vocabulary
+    best: Tensor  # [m] int64, the target's own most probable token, of the whole vocabulary
+    known: Tensor  # [m] bool, whether `best` is in the draft vocabulary
+
+
+def supervise(length: Tensor, prompt: Tensor, width: int, steps: int) -> tuple[Tensor, Tensor]:
+    """Which rows are trained on: `Batch.row` and `Batch.live`.
+
+    Step j at row p drafts token p + 2 from the pending token p - j + 1, which must be of the response: the engine
+    drafts nothing earlier.
+
+    Args: length, prompt: [B], tokens of each sequence and of its prompt; width: T.
+    """
+    p = torch.arange(width - 1, device=length.device)
+    ends = p + 2 < length[:, None]
+    row = (ends & (p + 1 >= prompt[:, None])).flatten().nonzero()[:, 0]
+    at, first = row % (width - 1), prompt[row // (width - 1)]
+    live = torch.stack([at - j + 1 >= first for j in range(steps)])
+    return row, live
+
+
+def observe(target: ns.Model, taps: tuple[int, ...], tokens: Tensor) -> Seen:
+    """Run the target over tokens [B, T]; padding on the right is seen by none before it."""
+    b, t = tokens.shape
+    position = torch.arange(t, device=tokens.device).repeat(b)
+    with torch.no_grad():
+        attend = causal(target.cfg, b, t)
+        x, features = model.hidden(target.params, target.cfg, tokens.flatten(), position, attend, taps)
+        best = [model.logits(target.params, target.cfg, part).argmax(-1) for part in x.split(CHUNK)]
+    return Seen(taps=features.view(b, t, -1), x=x.view(b, t, -1), best=torch.cat(best).view(b, t))
+
+
+def prepare(target: ns.Model, target_id: Tensor, tokens: Tensor, seen: Seen, row: Tensor, live: Tensor) -> Batch:
+    """What a step needs of tokens [B, T], the target's view of them, and `supervise`'s rows."""
+    inside = torch.zeros(target.cfg.vocab_size, dtype=torch.bool, device=tokens.device)
+    inside = inside.index_fill(0, target_id, True)
+    # Row p predicts token p + 2, which the target predicts at p + 1.
+    x, best = (y[:, 1:].flatten(0, 1)[row] for y in (seen.x, seen.best))
+    with torch.no_grad():
+        logits = model.logits(struct.replace(target.params, head=output_rows(target, target_id)), target.cfg, x)
+    return Batch(
+        tokens=tokens,
+        taps=seen.taps,
+        row=row,
+        live=live,
+        target=logits.softmax(-1),
+        best=best,
+        known=inside[best],
+    )
+
+
+def output_rows(target: ns.Model, target_id: Tensor) -> Tensor:
+    """[Vd, E]: the target's output head for the draft vocabulary."""
+    whole = target.params.head if isinstance(target.params.head, Tensor) else target.params.embed
+    return whole[target_id]
+
+
+def causal(cfg: model.Config, b: int, t: int) -> model.AttendLayer:
+    """Causal attention within each of b sequences of t rows, by the library."""
+
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = by_head(q, b, t, cfg), by_head(k, b, t, cfg), by_head(v, b, t, cfg)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
+
+    return attend
+
+
+def by_head(x: Tensor, b: int, t: int, cfg: model.Config) -> Tensor:
+    """[b * t, heads, D] -> [b, H, t, D], KV heads repeated for their query heads."""
+    x = x.view(b, t, *x.shape[1:]).transpose(1, 2)
+    return x.repeat_interleave(cfg.num_heads // x.shape[1], dim=1)
+
+
+def unroll(
+    params: eagle.HeadParams, cfg: eagle.HeadConfig, embed: Tensor, tokens: Tensor, taps: Tensor, steps: int
+) -> list[Tensor]:
+    """The head's outputs at every row and step, as it drafts along `tokens`.
+
+    Args: tokens [B, T]; taps [B, T, F].
+    Returns: per step j [B, R, E], what `eagle.logits` reads; rows p < j stand for no path.
+    """
+    b, r = tokens.shape[0], tokens.shape[1] - 1
+    token = tokens[:, 1:].flatten()
+    position = torch.arange(r, device=tokens.device).repeat(b)
+    feature = eagle.fuse(params, cfg, taps[:, :-1].flatten(0, 1))
+    past: list[tuple[Tensor, Tensor]] = []
+    out = []
+    for _ in range(steps):
+        fed = eagle.advance(params, cfg, embed, token, feature, position, along_paths(cfg, b, r, past))
+        out.append(fed.view(b, r, -1))
+        feature = down(out[-1], 1).flatten(0, 1)
+    return out
+
+
+def down(x: Tensor, rows: int) -> Tensor:
+    """x [B, R, ...] with row p holding what was row p - rows; zeros come in."""
+    padding = [0, 0] * (x.dim() - 2) + [rows, 0]
+    return F.pad(x[:, : x.shape[1] - rows], padding) if rows else x
+
+
+def along_paths(
+    cfg: eagle.HeadConfig, b: int, r: int, past: list[tuple[Tensor, Tensor]]
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The attention of unroll step j = len(past), which it appends itself to: keys and values [B, H, R, D] by step."""
+    j = len(past)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = by_head(q, b, r, cfg), by_head(k, b, r, cfg), by_head(v, b, r, cfg)
+        past.append((k, v))
+        if j == 0:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
+        q = q * cfg.head_dim**-0.5
+        base = torch.ones(r, r, dtype=torch.bool, device=q.device).tril(-j)
+        true = (q @ past[0][0].transpose(2, 3)).masked_fill(~base, -torch.inf)
+        # Step i's row on the path of row p is p - (j - i).
+        path = [tuple(later(x, j - i) for x in past[i]) for i in range(1, j + 1)]
+        own = torch.stack([(q * key).sum(-1) for key, _ in path], dim=-1)
+        weight = torch.cat((true, own), dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
+        mixed = weight[..., :r] @ past[0][1]
+        for i, (_, value) in enumerate(path):
+            mixed = mixed + weight[..., r + i, None] * value
+        return mixed.transpose(1, 2).flatten(0, 1)
+
+    return attend
+
+
+def later(x: Tensor, rows: int) -> Tensor:
+    """x [B, H, R, D] moved down by `rows` along R."""
+    return F.pad(x[:, :, : x.shape[2] - rows], (0, 0, rows, 0)) if rows else x
+
+
+def loss(
+    params: eagle.HeadParams,
+    cfg: eagle.HeadConfig,
+    embed: Tensor,
+    head: Tensor | tuple[()],
+    batch: Batch,
+    decay: float = 0.8,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Soft cross-entropy to the target at every step, step j weighted by decay^j.
+
+    Rows whose most probable token the draft vocabulary lacks are left out: nothing the head could say is right there.
+
+    Returns: the loss, and per step [S]: `loss` (nats), `accuracy` (the head's best token is the target's; rows with
+      unknown tokens count as misses).
+    """
+    losses, hits = [], []
+    for j, out in enumerate(unroll(params, cfg, embed, batch.tokens, batch.taps, len(batch.live))):
+        logits = eagle.logits(params, cfg, out.flatten(0, 1)[batch.row], head)
+        entropy = -(batch.target * logits.log_softmax(-1)).sum(-1)
+        weight = (batch.live[j] & batch.known).float()
+        losses.append((entropy * weight).sum() / weight.sum().clamp_min(1))
+        right = params.target_id[logits.detach().argmax(-1)] == batch.best
+        hits.append((right & batch.live[j]).sum() / batch.live[j].sum().clamp_min(1))
+    by_step = torch.stack(losses)
+    weights = decay ** torch.arange(len(losses), device=by_step.device, dtype=by_step.dtype)
+    return (by_step * weights).sum(), {"loss": by_step.detach(), "accuracy": torch.stack(hits)}
+
+
+def drafted(
+    params: eagle.HeadParams, cfg: eagle.HeadConfig, embed: Tensor, head: Tensor | tuple[()], batch: Batch
+) -> Tensor:
+    """[S, B, R] bool: whether the greedy draft of depth j + 1 behind base p - j is the sequence's own next token."""
+    outs = unroll(params, cfg, embed, batch.tokens, batch.taps, len(batch.live))
+    b, r = outs[0].shape[:2]
+    following = F.pad(batch.tokens[:, 2:], (0, 1), value=-1).flatten()[batch.row]
+    hit = torch.zeros(len(outs), b * r, dtype=torch.bool, device=following.device)
+    for j, out in enumerate(outs):
+        best = params.target_id[eagle.logits(params, cfg, out.flatten(0, 1)[batch.row], head).argmax(-1)]
+        hit[j, batch.row] = best == following
+    return hit.view(len(outs), b, r)
+
+
+def accepted_length(hit: Tensor, length: Tensor, prompt: Tensor) -> tuple[int, int]:
+    """Replay chain drafting over known sequences: tokens emitted in rounds, and rounds.
+
+    Right for greedy sequences, and for sampled ones under rule `exact`: a round goes from base p to the first draft
+    that is not the sequence's own token, which the target then emits itself.
+    """
+    emitted = rounds = 0
+    for row_hits, n, first in zip(hit.transpose(0, 1).tolist(), length.tolist(), prompt.tolist(), strict=True):
+        pending = first  # the prefill's own token
+        while pending + 1 < n:
+            run = 0
+            while run < len(row_hits) and pending + run + 1 < n and row_hits[run][pending - 1 + run]:
+                run += 1
+            count = min(run + 1, n - 1 - pending)
+            pending, emitted, rounds = pending + count, emitted + count, rounds + 1
+    return emitted, rounds
+
+
+def trainable(params: eagle.HeadParams) -> eagle.HeadParams:
+    """The weights without what is no weight: torch.func differentiates floating-point leaves only."""
+    return struct.replace(params, target_id=())
+
+
+def complete(params: eagle.HeadParams, target_id: Tensor, scale: Tensor, dtype: torch.dtype) -> eagle.HeadParams:
+    """The head that trained weights stand for: the map put back, the taps' scale folded into `fc`, cast to `dtype`.
+
+    Training sees taps divided by `scale` [F]: raw streams have norms in the hundreds, where one learning rate for
+    all weights would be far too large for `fc`.
+    """
+    params = struct.replace(params, fc=params.fc / scale)
+    cast: eagle.HeadParams = pytree.tree_map(lambda x: x.to(dtype), params)
+    return struct.replace(cast, target_id=target_id)
