@@ -21,7 +21,6 @@ from nanospec_fn.struct import replace
 from nanospec_fn.trees import Tree
 
 
-
 class Recurrent(Protocol):
     """A draft model with KV of its own, as `grow` drives it."""
 
@@ -229,8 +228,8 @@ def check_top_k(spec: Speculation, vocab: int) -> None:
 
 def bundled_head(model: Model) -> Path | None:
     """The folder of the head that this package brings for a model, None where it brings none."""
-    folder = Path(__file__).parent / "heads" / model.name
-    return folder if model.name and (folder / "config.json").is_file() else None
+    found = (Path(__file__).parent / "heads").glob("*/config.json")
+    return next((config.parent for config in found if config.parent.name == model.name), None)
 
 
 def load_draft(name: str, model: Model) -> Draft | None:

@@ -105,10 +105,8 @@ def trace_header(engine: Engine, requests: Sequence[Request], prompt: Sequence[i
     static, pool = program.static, program.pool
     recorded = []
     for index, request in zip(prompt, requests, strict=True):
-        tokens, asked = len(request.tokens), request.sampling
-        limit = min(tokens + asked.max_tokens, program.capacity)  # as Program.insert has it; replay checks this
-        stop_ids = {*asked.stop_ids, *(() if asked.ignore_eos else static.cfg.eos_ids)}
-        recorded.append(trace.Request(index, tokens, limit, sorted(stop_ids), asked))
+        limit, stop_ids = program.ends(len(request.tokens), request.sampling)
+        recorded.append(trace.Request(index, len(request.tokens), limit, sorted({*stop_ids}), request.sampling))
     sizes: dict[str, int | str] = {
         "max_slots": program.max_slots,
         "num_pages": pool.num_pages,

@@ -177,10 +177,14 @@ class Program:
         Errors: ValueError for an occupied slot, a token out of range, a request that can never fit.
         """
         prompt = self._check(state, slot, tokens, request, emitted)
-        stop_ids = (*request.stop_ids, *(() if request.ignore_eos else self.static.cfg.eos_ids))
-        limit = min(prompt + request.max_tokens, self.capacity)
+        limit, stop_ids = self.ends(prompt, request)
         state = replace(state, slots=slots.insert(state.slots, slot, tokens, emitted, limit, stop_ids, request))
         return state if share is None else self._share(state, slot, share, prompt - 1, put)
+
+    def ends(self, prompt: int, request: Sampling) -> tuple[int, tuple[int, ...]]:
+        """Where a request with a prompt of so many tokens ends: at a total of tokens, or behind one of the stop ids."""
+        stop_ids = (*request.stop_ids, *(() if request.ignore_eos else self.static.cfg.eos_ids))
+        return min(prompt + request.max_tokens, self.capacity), stop_ids
 
     def check_request(self, request: Sampling) -> None:
         """Errors: ValueError for sampling parameters that are out of range or that this engine cannot serve."""

@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanospec_fn.kernels.overlap import begin, launch
-
 BLOCK = 64  # positions; page sizes divide it
 ALL, SHARED, OWN = 0, 1, 2  # which blocks: all; those that the rows of a slot share; those that each row has for itself
 
@@ -25,9 +23,8 @@ ALL, SHARED, OWN = 0, 1, 2  # which blocks: all; those that the rows of a slot s
 @triton.jit
 def _store_kv(
     k, v, pool, store, position, table, k_stride, v_stride, pool_page, pool_half,
-    R, M, S, KD, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+    R, M, S, KD, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(position + row) >= 0:
         at = tl.load(store + row)
@@ -47,7 +44,7 @@ def store_kv(pool: Tensor, k: Tensor, v: Tensor, store: Tensor, position: Tensor
         _store_kv[(n,)](
             k, v, pool, store, position, page_table, k.stride(0), v.stride(0), pool.stride(0), pool.stride(1),
             store.shape[1], page_table.shape[1], pool.shape[2], kv_heads * d,
-            WIDTH=triton.next_power_of_2(kv_heads * d), num_warps=4, **launch(k),
+            WIDTH=triton.next_power_of_2(kv_heads * d), num_warps=4,
         )  # fmt: skip
 
 
@@ -87,10 +84,9 @@ def _attend(
     q, pool, out, tops, masses, mixes, position, base, path, table,
     scale, pool_page, pool_half, pool_slot, R, M, S, J, NB, K, D,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+    PART: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Programs: (row tiles, B * K, splits). A tile is ROWS of a slot's R * G query rows, or one row's G for OWN."""
-    begin(OVERLAP)
     slot, head = tl.program_id(1) // K, tl.program_id(1) % K
     lane = tl.arange(0, ROWS)
     if PART == 2:
@@ -159,11 +155,8 @@ def _attend(
 
 
 @triton.jit
-def _merge(
-    tops, masses, mixes, out, position, NB, H, D, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
+def _merge(tops, masses, mixes, out, position, NB, H, D, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Fold the stored shares of one row and head, in order."""
-    begin(OVERLAP)
     query = tl.program_id(0).to(tl.int64)
     stop = (tl.load(position + query // H) + BLOCK) // BLOCK
     d = tl.arange(0, WIDTH)
@@ -232,7 +225,7 @@ def attend(
             ancestors, page_table, d**-0.5, pool.stride(0), pool.stride(1), pool.stride(2),
             r, page_table.shape[1], size, ancestors.shape[-1], per_query, kv_heads, d,
             G=groups, ROWS=rows, WIDTH=width, BLOCK=BLOCK, PART=part, SPLIT=split,
-            num_warps=8 if rows >= 128 else 4, num_stages=2, enable_fp_fusion=False, **launch(q),
+            num_warps=8 if rows >= 128 else 4, num_stages=2, enable_fp_fusion=False,
         )  # fmt: skip
 
     most = min(blocks, max(1, 1024 // (b * kv_heads * tiles)))
@@ -244,7 +237,7 @@ def attend(
     if split:
         _merge[(n * heads,)](
             tops, masses, mixes, out, position, per_query, heads, d, WIDTH=width, BLOCK=BLOCK,
-            num_warps=1, enable_fp_fusion=False, **launch(q),
+            num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanospec_fn.kernels.overlap import begin, launch, prefetch
-
 
 class Tile(NamedTuple):
     """A launch's shape: rows, columns and depth of a program's tile, and how it runs."""
@@ -39,7 +37,6 @@ def _store(out, residual, acc, at, mask, ADD: tl.constexpr):
 def _few_rows(
     x, w, out, residual, n, N, K,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out^T = w @ x^T: the weights are the wide operand, so that few rows waste little of an instruction."""
     row_tiles = tl.cdiv(n, ROWS)  # neighbours share a tile of the weights
@@ -47,17 +44,15 @@ def _few_rows(
     row = (tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     k = tl.arange(0, DEPTH)
     w_at = w + (col % N).to(tl.int64)[:, None] * K + k[None, :]
-    x_at = x + (row % n)[None, :] * K + k[:, None]
-    line = tl.arange(0, (2 * DEPTH + 63) // 64) * 64  # the weights wait for nobody
-    prefetch(w + (col % N).to(tl.int64)[:, None] * K + (line % K)[None, :], OVERLAP)
-    begin(OVERLAP)
+    x_at = x + row[None, :] * K + k[:, None]
+    here = row[None, :] < n  # masked and not wrapped: a lone row read 16 times by every program is a hot spot
     acc = tl.zeros((COLS, ROWS), dtype=tl.float32)
     for start in range(0, K, DEPTH):
         if EVEN:
-            a, b = tl.load(w_at), tl.load(x_at)
+            a, b = tl.load(w_at), tl.load(x_at, mask=here, other=0)
         else:
             a = tl.load(w_at, mask=k[None, :] < K - start, other=0)
-            b = tl.load(x_at, mask=k[:, None] < K - start, other=0)
+            b = tl.load(x_at, mask=here & (k[:, None] < K - start), other=0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
         w_at += DEPTH
         x_at += DEPTH
@@ -69,7 +64,6 @@ def _few_rows(
 def _many_rows(
     x, w, out, residual, n, N, K,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = x @ w^T in square-ish tiles; programs run in groups of 8 row tiles, so that both operands stay in L2."""
     row_tiles, col_tiles = tl.cdiv(n, ROWS), tl.cdiv(N, COLS)
@@ -81,7 +75,6 @@ def _many_rows(
     k = tl.arange(0, DEPTH)
     x_at = x + (row % n)[:, None] * K + k[None, :]
     w_at = w + (col % N).to(tl.int64)[None, :] * K + k[:, None]
-    begin(OVERLAP)
     acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for start in range(0, K, DEPTH):
         if EVEN:
@@ -101,12 +94,15 @@ def pick_tile(n: int, outer: int, inner: int) -> Tile:
 
     Source: swept on an H200 over the shapes of Llama-3.1-8B (docs/performance.md).
     """
+    narrow, many = outer <= 4096, outer >= 16384
+    if n > 256:
+        return Tile(128, 256, 64, 8, 3)
     if n > 64:
-        return Tile(128, 256, 64, 8, 3) if n > 128 else Tile(128, 128, 64, 8, 3)
-    rows = max(16, 1 << (n - 1).bit_length())
-    if outer <= 4096:  # few columns: narrow tiles keep every multiprocessor busy, deep ones keep loads in flight
-        return Tile(rows, 16 if rows < 64 else 32, 512 if rows == 16 else 256, 2 if rows == 16 else 4, 3)
-    return Tile(rows, 64, 128, 4, 4)
+        return Tile(64, 128, 64, 4, 5) if narrow else Tile(128, 128, 64, 4, 4)
+    if n > 32 and many:
+        return Tile(64, 128, 64, 8, 5)
+    rows = 16 if n <= 16 else 32 if n <= 32 or narrow else 64
+    return Tile(rows, 64, 128, 4, 4 if many else 5)
 
 
 def linear(
@@ -130,6 +126,6 @@ def linear(
     kernel[grid](
         x, w, out, out if residual is None else residual.contiguous(), n, outer, inner,
         ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, EVEN=inner % tile.depth == 0, ADD=residual is not None,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **launch(x),
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -8,12 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanospec_fn.kernels.overlap import begin, launch
-
 
 @triton.jit
-def _rms_norm(x, weight, out, E, eps, WIDTH: tl.constexpr, OVERLAP: tl.constexpr):
-    begin(OVERLAP)
+def _rms_norm(x, weight, out, E, eps, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     wide = tl.load(x + row * E + i, mask=i < E, other=0).to(tl.float32)
@@ -37,14 +34,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             WIDTH=width,
             num_warps=min(16, max(1, width // 512)),
             enable_fp_fusion=False,
-            **launch(x),
         )
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up, out, size, WIDTH: tl.constexpr, OVERLAP: tl.constexpr):
-    begin(OVERLAP)
+def _silu_mul(gate_up, out, size, WIDTH: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     gate = tl.load(gate_up + row * 2 * size + i, mask=i < size, other=0).to(tl.float32)
@@ -60,7 +55,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty(n, width, dtype=gate_up.dtype, device=gate_up.device)
     if n:
         grid = (triton.cdiv(width, 1024), n)
-        _silu_mul[grid](gate_up, out, width, WIDTH=1024, num_warps=4, enable_fp_fusion=False, **launch(gate_up))
+        _silu_mul[grid](gate_up, out, width, WIDTH=1024, num_warps=4, enable_fp_fusion=False)
     return out
 
 
@@ -76,9 +71,7 @@ def _rope(
     HEADS,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    begin(OVERLAP)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, WIDTH)
     mask = (head[:, None] < HEADS) & (i[None, :] < HALF)
@@ -101,6 +94,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         block = min(8, triton.next_power_of_2(heads))
         _rope[(n, triton.cdiv(heads, block))](
             x, cos.contiguous(), sin.contiguous(), out, x.stride(0), x.stride(1), d // 2, heads,
-            WIDTH=width, BLOCK=block, num_warps=2, enable_fp_fusion=False, **launch(x),
+            WIDTH=width, BLOCK=block, num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
     return out
