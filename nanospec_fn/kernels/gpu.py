@@ -28,7 +28,7 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        _, pull = torch.func.vjp(ctx.reference, *ctx.saved_tensors)
+        pull = torch.func.vjp(ctx.reference, *ctx.saved_tensors)[1]
         return None, None, *pull(grad)
 
 

@@ -26,14 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     width = triton.next_power_of_2(e)
     if n:
         _rms_norm[(n,)](
-            x,
-            weight,
-            out,
-            e,
-            eps,
-            WIDTH=width,
-            num_warps=min(16, max(1, width // 512)),
-            enable_fp_fusion=False,
+            x, weight, out, e, eps, WIDTH=width, num_warps=min(16, max(1, width // 512)), enable_fp_fusion=False
         )
     return out
 
