@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import nanospec_fn as ns
+from nanospec_fn import program
 
 NAN = float("nan")
-LOOK_AHEAD = 32  # positions past a request's end that the largest tree may write
 WARM_UP = 8  # tokens
 
 
@@ -52,39 +52,34 @@ class Nanospec:
 
     def pages(self, requests: Sequence[Sequence[int]], bs: int, max_tokens: int) -> int:
         """Pages for the longest `bs` requests at once."""
-        limit, size = self.model.cfg.max_context, self.config.page_size
-        longest = sorted((min(len(r) + max_tokens, limit) for r in requests), reverse=True)[:bs]
-        return sum(-(-(n + LOOK_AHEAD) // size) for n in longest)
+        lengths = [min(len(r) + max_tokens, self.model.cfg.max_context) for r in requests]
+        ahead = program.tree_shape(self.draft, self.speculation).lookahead
+        return program.pages_for(lengths, self.config.page_size, ahead, bs)
 
 
 def timed(engine: ns.Engine, requests: Sequence[Sequence[int]], max_tokens: int) -> Measured:
     """One pass on a prepared engine."""
-    outputs: list[list[int]] = [[] for _ in requests]
-    rounds, first, last = [0] * len(requests), [NAN] * len(requests), [NAN] * len(requests)
+    out = [ns.Completion() for _ in requests]
+    first, last = [NAN] * len(requests), [NAN] * len(requests)
     start = time.perf_counter()
     for chunk in ns.stream(engine.model, requests, ns.Sampling(max_tokens=max_tokens), engine=engine):
         i = chunk.index
         last[i] = time.perf_counter()
-        if not outputs[i]:
+        if not out[i].tokens:
             first[i] = last[i]
-        outputs[i] += chunk.tokens
-        rounds[i] += chunk.accepted is not None
+        out[i].add(chunk)
     seconds = time.perf_counter() - start
     decode = [b - a for a, b in zip(first, last, strict=True)]
+    accepted = ns.mean_accepted_len(out)
     return Measured(
-        outputs,
+        [o.tokens for o in out],
         seconds,
-        tpot_ms=1e3 * mean([t / (len(o) - 1) for t, o in zip(decode, outputs, strict=True) if len(o) > 1]),
-        round_ms=1e3 * mean([t / r for t, r in zip(decode, rounds, strict=True) if r]),
-        mean_accepted_len=ratio(sum(map(len, outputs)) - len(outputs), sum(rounds)),
+        tpot_ms=1e3 * mean([t / (len(o.tokens) - 1) for t, o in zip(decode, out, strict=True) if len(o.tokens) > 1]),
+        round_ms=1e3 * mean([t / len(o.accepted) for t, o in zip(decode, out, strict=True) if o.accepted]),
+        mean_accepted_len=NAN if accepted is None else accepted,
     )
 
 
 def mean(values: Sequence[float]) -> float:
     """The mean, NaN of nothing."""
-    return ratio(sum(values), len(values))
-
-
-def ratio(a: float, b: float) -> float:
-    """a / b, NaN where b is 0."""
-    return a / b if b else NAN
+    return sum(values) / len(values) if values else NAN

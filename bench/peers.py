@@ -55,7 +55,7 @@ class Transformers:
         return [self.until_stop(row) for row in out[:, longest:].tolist()], clock
 
     def until_stop(self, tokens: list[int]) -> list[int]:
-        """Cut behind the first stop token: what follows is padding."""
+        """Cut after the first stop token: what follows is padding."""
         end = next((i + 1 for i, token in enumerate(tokens) if token in self.stop), len(tokens))
         return tokens[:end]
 

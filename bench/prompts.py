@@ -37,7 +37,7 @@ def read(path: Path) -> list[str]:
     else:
         prompts = [first_turn(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
-        raise ValueError(f"{path}: holds no prompt")
+        raise ValueError(f"{path}: contains no prompts")
     return prompts
 
 
@@ -46,7 +46,7 @@ def first_turn(line: str, where: str) -> str:
     try:
         record = json.loads(line)
     except ValueError:
-        raise ValueError(f"{where}: is no JSON") from None
+        raise ValueError(f"{where}: not valid JSON") from None
     for key in ("prompt", "question", "turns"):
         value = record.get(key) if isinstance(record, dict) else None
         value = value[0] if isinstance(value, list) and value else value

@@ -1,7 +1,7 @@
 """Measure engines on one set of prompts: `python -m bench.run nanospec --config tree --bs 1 8 32`.
 
 One strict JSON line per (engine, config, batch size, run) is printed and appended to <out>/<engine>-<config>.jsonl; a
-row that is there already is not measured again. Decoding is greedy. Units: see measure.Measured; tok_s counts emitted
+row already in the file is not measured again. Decoding is greedy. Units: see measure.Measured; tok_s counts emitted
 tokens over the whole call, prefill included.
 """
 
@@ -22,7 +22,7 @@ import torch
 import nanospec_fn as ns
 from bench import measure, peers, prompts
 from bench.measure import Engine, Measured
-from nanospec_fn import arguments, chat
+from nanospec_fn import arguments, chat, weights
 
 CONFIGS: dict[str, ns.Speculation | None] = {
     "nospec": None,
@@ -74,15 +74,18 @@ def build_parser() -> argparse.ArgumentParser:
 def engine_name(text: str) -> str:
     """The type of the engine argument."""
     if text not in ENGINES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not there yet: choose from {', '.join(ENGINES)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not supported: choose from {', '.join(ENGINES)}")
     return text
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure what is not there yet; the exit code."""
+    """Measure the rows that are missing; the exit code."""
     parser = build_parser()
     args = parser.parse_args(argv)
     arguments.check_engine(parser, args)
+    device = weights.pick_device(args.device)
+    if args.gemm not in (None, "library") and device.type != "cpu":
+        parser.error(f"argument --gemm: {args.gemm} needs a CPU, got {device}")
     if "transformers" in args.engine and args.config != "nospec":
         parser.error(f"argument --config: transformers is measured without a draft, got {args.config}")
     try:
@@ -95,13 +98,13 @@ def main(argv: list[str] | None = None) -> int:
         if args.gemm:
             model = dataclasses.replace(model, cfg=dataclasses.replace(model.cfg, gemm=args.gemm))
         name, draft = arguments.load_draft(args.draft if args.config != "nospec" else "none", model)
+        common = describe(model, args, len(texts)) | {"draft": name}
     except (ValueError, FileNotFoundError) as error:
         parser.error(" ".join(str(error).split()))
     if draft is None and args.config != "nospec":
         parser.error(f"argument --draft: {args.config} needs a draft, got none")
     requests = [chat.encode(model.tokenizer, text) for text in texts]
     args.out.mkdir(parents=True, exist_ok=True)
-    common = describe(model, args, len(texts)) | {"draft": name}
     for row in rows(args, model, draft, requests, common):
         line = arguments.json_line(row)
         print(line, flush=True)
@@ -135,7 +138,7 @@ def rows(
         if name not in engines:
             engines[name] = make[name]()
         if name == "nanospec" and plain is None and not args.no_check:
-            # Plain decoding has the same bits at any batch size (promise G1), so it runs once, at the quickest.
+            # Plain decoding has the same bits at any batch size (docs/promises.md, G1): run it once, at the quickest.
             plain = measure.Nanospec(model, None, None, config).measure(requests, max(args.bs), args.max_tokens).outputs
         measured = engines[name].measure(requests, bs, args.max_tokens)
         yield row | figures(measured, plain if name == "nanospec" else None)
@@ -158,7 +161,7 @@ def describe(model: ns.Model, args: argparse.Namespace, count: int) -> dict[str,
     """What all rows of this call have in common."""
     device = model.params.embed.device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    attend = args.backend if args.backend != "auto" else "canonical" if device.type == "cuda" else "sdpa"
+    attend = ns.build(model, engine=ns.EngineConfig(attend=args.backend)).static.attend
     return {
         "prompts": count,
         "max_tokens": args.max_tokens,
@@ -168,7 +171,7 @@ def describe(model: ns.Model, args: argparse.Namespace, count: int) -> dict[str,
         "commit": commit(),
         "model": model.name,
         "prompt_set": args.prompts,
-        "attend": attend,
+        "attend": type(attend).__name__.lower(),
         "gemm": model.cfg.gemm,
     }
 

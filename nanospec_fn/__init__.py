@@ -9,7 +9,7 @@ from nanospec_fn.capture import capture
 from nanospec_fn.draft import Draft, Speculation
 from nanospec_fn.draft_model import load_draft
 from nanospec_fn.engine import Engine, prepare
-from nanospec_fn.generate import Chunk, Completion, generate, score, stream
+from nanospec_fn.generate import Chunk, Completion, generate, mean_accepted_len, score, stream
 from nanospec_fn.model import Config, Model, forward
 from nanospec_fn.program import EngineConfig, Program, build
 from nanospec_fn.sampling import Sampling
@@ -38,6 +38,7 @@ __all__ = [
     "generate",
     "load",
     "load_draft",
+    "mean_accepted_len",
     "prepare",
     "score",
     "stream",

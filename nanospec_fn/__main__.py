@@ -1,14 +1,15 @@
-"""The command line: `python -m nanospec_fn generate "PROMPT"`; replay.py and kl.py hold their own commands."""
+"""The command line: `python -m nanospec_fn generate "PROMPT"`; replay.py and kl_command.py hold their own commands."""
 
 import argparse
 import functools
+import os
 import sys
 import time
 from array import array
 from collections.abc import Iterator
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, chat, kl, replay, trace
+from nanospec_fn import arguments, chat, kl_command, replay, trace
 
 DIM, RESET = "\033[2m", "\033[0m"
 COLOURS = tuple(f"\033[{code}m" for code in (32, 36, 34, 35, 33, 31))  # draft depths 1, 2, ...; the last for all deeper
@@ -27,17 +28,17 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("prompt", metavar="PROMPT", help="the chat template is applied where the tokenizer has one")
     arguments.add_engine(generate)
     tree = generate.add_argument_group("speculation")
-    tree.add_argument("--spec-topk", type=int, default=1, metavar="K", help="nodes per level (%(default)s: a chain)")
-    tree.add_argument("--spec-depth", type=int, default=5, metavar="D", help="levels (%(default)s)")
-    tree.add_argument("--spec-nodes", type=int, metavar="N", help="drafted nodes that are verified (K * D)")
+    integer, default = arguments.integer, ns.Speculation()  # an option that is not given stays None
+    tree.add_argument("--spec-topk", type=integer, metavar="K", help=f"nodes per level ({default.top_k}: a chain)")
+    tree.add_argument("--spec-depth", type=integer, metavar="D", help=f"levels ({default.depth})")
+    tree.add_argument("--spec-nodes", type=integer, metavar="N", help="drafted nodes that are verified (K * D)")
     tree.add_argument("--coupled", action="store_true", help="proposals share the target's noise (rule exact)")
     sampling = generate.add_argument_group("sampling")
-    limit = arguments.environment(generate, "NANOSPEC_MAX_NEW", int, 128)
-    sampling.add_argument("--max-tokens", type=int, default=limit, metavar="N", help="(NANOSPEC_MAX_NEW, else 128)")
+    sampling.add_argument("--max-tokens", type=integer, metavar="N", help="(NANOSPEC_MAX_NEW, else 128)")
     sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(%(default)s: greedy)")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="(%(default)s: off)")
+    sampling.add_argument("--top-k", type=integer, default=0, metavar="K", help="(%(default)s: off)")
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="(%(default)s: off)")
-    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
+    sampling.add_argument("--seed", type=integer, default=0, metavar="N", help="(%(default)s)")
     sampling.add_argument(
         "--rule", default="exact", metavar="exact|relaxed|power", help="how drafts are accepted (%(default)s)"
     )
@@ -45,7 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--tau", type=float, default=1.0, metavar="P", help="relaxed: accept from this probability on (%(default)s)"
     )
     sampling.add_argument(
-        "--accept-topk", type=int, default=0, metavar="K", help="relaxed: or among the K most probable (%(default)s)"
+        "--accept-topk",
+        type=integer,
+        default=0,
+        metavar="K",
+        help="relaxed: or among the K most probable (%(default)s)",
     )
     sampling.add_argument(
         "--alpha",
@@ -61,14 +66,23 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--trace", metavar="FILE", help="write what every round rested on, for `replay` and `kl`")
     generate.set_defaults(run=functools.partial(run_generate, generate))
     replay.add_parser(commands)
-    kl.add_parser(commands)
+    kl_command.add_parser(commands)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    args = build_parser().parse_args(argv)
-    code: int = args.run(args)
+    try:
+        try:
+            args = build_parser().parse_args(argv)
+            code: int = args.run(args)
+        finally:
+            sys.stdout.flush()  # so that a closed pipe is noticed here, not at exit
+    except KeyboardInterrupt:
+        return 130  # as a shell reports SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        return 1
     return code
 
 
@@ -120,12 +134,18 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[ns
     """The arguments as what the engine takes; exits with code 2 and the option's name where one is wrong."""
     if not args.prompt:
         parser.error("argument PROMPT: is empty")
+    if not chat.is_unicode(args.prompt):
+        parser.error("argument PROMPT: is not valid Unicode")
     arguments.check_engine(parser, args)
+    limit = "--max-tokens"
+    if args.max_tokens is None:
+        limit = "NANOSPEC_MAX_NEW"
+        args.max_tokens = arguments.environment(parser, limit, arguments.integer, 128)
     sampling = arguments.checked(
         parser,
         ns.Sampling,
         {
-            "max_tokens": ("--max-tokens (NANOSPEC_MAX_NEW)", args.max_tokens),
+            "max_tokens": (limit, args.max_tokens),
             "temperature": ("--temperature", args.temperature),
             "top_k": ("--top-k", args.top_k),
             "top_p": ("--top-p", args.top_p),
@@ -136,16 +156,19 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[ns
             "alpha": ("--alpha", args.alpha),
         },
     )
-    speculation = arguments.checked(
-        parser,
-        ns.Speculation,
-        {
-            "top_k": ("--spec-topk", args.spec_topk),
-            "depth": ("--spec-depth", args.spec_depth),
-            "num_nodes": ("--spec-nodes", args.spec_nodes),
-            "coupled": ("--coupled", args.coupled),
-        },
-    )
+    options = {
+        "top_k": ("--spec-topk", args.spec_topk),
+        "depth": ("--spec-depth", args.spec_depth),
+        "num_nodes": ("--spec-nodes", args.spec_nodes),
+        "coupled": ("--coupled", args.coupled or None),
+    }
+    given = {field: option for field, option in options.items() if option[1] is not None}
+    speculation = arguments.checked(parser, ns.Speculation, given)
+    needs_draft = [name for name, _ in given.values()] + ["--rule"] * (args.rule != "exact")
+    if args.draft == "none" and needs_draft:
+        parser.error(f"argument {needs_draft[0]}: needs a draft, got --draft none")
+    if args.coupled and args.draft == "ngram":
+        parser.error("argument --coupled: needs a draft with logits, got --draft ngram")
     if args.coupled and args.rule != "exact":
         parser.error(f"argument --coupled: needs --rule exact, got {args.rule}")
     if args.trace is not None:
@@ -160,23 +183,18 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[ns
 
 def follow(chunks: Iterator[ns.Chunk], out: ns.Completion, show: ns.Model | None) -> Iterator[str]:
     """Gather the chunks into `out` and yield the text to print, coloured by token where a model is given to `show`."""
-    out.text, coloured = "", 0
+    out.text = ""
+    decoder = chat.Decoder(show.tokenizer if show else None)
     for chunk in chunks:
-        for name in ("tokens", "target_logp", "behaviour_logp", "origin"):
-            getattr(out, name).extend(getattr(chunk, name))
-        if chunk.accepted is not None:
-            out.accepted.append(chunk.accepted)
+        out.add(chunk)
         out.text += chunk.text
-        out.finish_reason = chunk.finish_reason
         if show is None:
             yield chunk.text
             continue
-        for count in range(len(out.tokens) - len(chunk.tokens) + 1, len(out.tokens) + 1):
-            text = chat.decode(show.tokenizer, out.tokens[:count]) or ""
-            if count < len(out.tokens) or not chunk.finish_reason:
-                text = text.rstrip("\ufffd")  # a character that lies across tokens belongs to its last one
-            yield paint(text[coloured:], out.origin[count - 1])
-            coloured = max(coloured, len(text))
+        for count, (token, origin) in enumerate(zip(chunk.tokens, chunk.origin, strict=True), start=1):
+            last = chunk.finish_reason is not None and count == len(chunk.tokens)
+            stop = last and chunk.finish_reason == "stop"  # it has no text
+            yield paint(decoder.add([] if stop else [token], last), origin)
 
 
 def paint(text: str, origin: int) -> str:
@@ -193,8 +211,8 @@ def legend(out: ns.Completion) -> str:
 
 def statistics(out: ns.Completion, seconds: float, draft: str) -> str:
     """One line: tokens, tok/s, rounds, mean accepted length (the bonus token counted, the prefill's own not)."""
-    rounds = len(out.accepted)
-    length = f"{(len(out.tokens) - 1) / rounds:.2f}" if rounds else "none"
+    rounds, mean = len(out.accepted), ns.mean_accepted_len([out])
+    length = "none" if mean is None else f"{mean:.2f}"
     count = f"{len(out.tokens)} tokens ({out.finish_reason}), {len(out.tokens) / seconds:.1f} tok/s"
     return f"[{count}, {rounds} rounds, mean accepted length {length}, draft {draft}]"
 
@@ -207,7 +225,7 @@ def compare(out: ns.Completion, plain: ns.Completion, seconds: float) -> tuple[b
 
     rate = f"plain decoding: {len(plain.tokens)} tokens, {len(plain.tokens) / seconds:.1f} tok/s"
     if out.tokens == plain.tokens and same(out.target_logp, plain.target_logp):
-        return True, f"[{rate}; tokens and target log-probs are equal as bytes]"
+        return True, f"[{rate}; tokens and target log-probs are equal byte for byte]"
     pairs = zip(out.tokens, plain.tokens, out.target_logp, plain.target_logp, strict=False)
     first = next((i for i, (a, b, p, q) in enumerate(pairs) if a != b or not same([p], [q])), None)
     where = "in their length" if first is None else f"from token {first} on"

@@ -13,11 +13,11 @@ from typing import Any, NoReturn, TypeVar
 import nanospec_fn as ns
 from nanospec_fn import draft_model, weights
 from nanospec_fn.model import Model
+from nanospec_fn.program import ATTEND
 
 T = TypeVar("T")
 
 DRAFTS = ("eagle", "ngram", "frozen", "none")
-BACKENDS = ("auto", "sdpa", "canonical", "flashinfer")
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,7 +50,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--device", default="auto", metavar="D", help="auto, cpu, cuda, cuda:N or mps (NANOSPEC_DEVICE, else auto)"
     )
     group.add_argument(
-        "--backend", default=None, metavar="B", help=f"{', '.join(BACKENDS)} (NANOSPEC_BACKEND, else auto)"
+        "--backend", default=None, metavar="B", help=f"{', '.join(ATTEND)} (NANOSPEC_BACKEND, else auto)"
     )
 
 
@@ -60,6 +60,13 @@ def draft_name(text: str) -> str:
     if text in (*DRAFTS, "auto") or (kind in ("eagle", "model") and name):
         return text
     raise argparse.ArgumentTypeError(f"must be one of {', '.join((*DRAFTS, 'eagle:X', 'model:X'))}, got {text!r}")
+
+
+def integer(text: str) -> int:
+    """The type of an integer: digits and a sign; int() would take " 1", "1_000" and the digits of every script too."""
+    if not text.isascii() or not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}")
+    return int(text)
 
 
 def positive(text: str) -> int:
@@ -76,34 +83,40 @@ def environment(parser: argparse.ArgumentParser, name: str, convert: Callable[[s
         return default
     try:
         return convert(text)
-    except ValueError:
-        parser.error(f"environment variable {name}: invalid {convert.__name__} value: {text!r}")
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        parser.error(f"environment variable {name}: {error}")
 
 
 def check_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse a device or backend that this machine cannot serve; fills in args.backend."""
-    args.backend = args.backend or os.environ.get("NANOSPEC_BACKEND") or "auto"
-    if args.backend not in BACKENDS:
-        parser.error(f"argument --backend: must be one of {', '.join(BACKENDS)}, got {args.backend!r}")
+    """Refuse an empty model name, and a device or backend that this machine cannot serve; fills in args.backend."""
+    if not args.model:
+        parser.error("argument --model: model is empty")
+    origin = "argument --backend" if args.backend is not None else "environment variable NANOSPEC_BACKEND"
+    if args.backend is None:
+        args.backend = os.environ.get("NANOSPEC_BACKEND") or "auto"
+    if args.backend not in ATTEND:
+        parser.error(f"{origin}: must be one of {', '.join(ATTEND)}, got {args.backend!r}")
     try:
         device = weights.pick_device(args.device)
     except ValueError as error:
-        parser.error(f"argument --device: {error}")
+        where = "environment variable NANOSPEC_DEVICE" if args.device == "auto" else "argument --device"
+        parser.error(f"{where}: {error}")
     if args.backend in ("canonical", "flashinfer") and device.type != "cuda":
-        parser.error(f"argument --backend: {args.backend} needs a CUDA device, got {device}")
+        parser.error(f"{origin}: {args.backend} needs a CUDA device, got {device}")
 
 
 def checked(parser: argparse.ArgumentParser, make: Callable[..., T], options: Mapping[str, tuple[str, Any]]) -> T:
-    """`make(**fields)`, validated; a ValueError that begins with a field's name is told by its option.
+    """`make(**fields)`, validated; a ValueError that begins with a field's name is reported under its option.
 
-    Args: options: field -> (option, value).
+    Args: options: field -> (option or environment variable, value).
     """
     made = make(**{field: value for field, (_, value) in options.items()})
     try:
         made.validate()  # type: ignore[attr-defined]
     except ValueError as error:
         option = options.get(str(error).split()[0].rstrip(":"), ("", None))[0]
-        parser.error(f"argument {option}: {error}" if option else str(error))
+        kind = "argument" if option.startswith("-") else "environment variable"
+        parser.error(f"{kind} {option}: {error}" if option else str(error))
     return made
 
 
@@ -121,8 +134,8 @@ def load_draft(name: str, model: Model) -> tuple[str, ns.Draft | None]:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """One line of strict JSON: a number that is not finite becomes null."""
-    return json.dumps(_finite(record), allow_nan=False, ensure_ascii=False)
+    """One line of strict JSON, in ASCII for any terminal's encoding: a number that is not finite becomes null."""
+    return json.dumps(_finite(record), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -68,7 +68,7 @@ class Part:
     page: Tensor
     offset: Tensor
     read: Tensor  # bool [..., 1, 1], whether any row sees it; what no row may see can hold anything, NaN too
-    unseen: Tensor  # of kernels.attention
+    hidden: Tensor  # bool, which keys each row may not see, in the form of kernels.hide
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Sdpa:
         parts = []
         for part in plan.parts:
             keys, values = pages.read(pool, part.page, part.offset)  # [B, T, K, D], or [B, R, T, K, D]
-            parts.append((_by_head(keys), _by_head(torch.where(part.read, values, 0)), part.unseen))
+            parts.append((_by_head(keys), _by_head(torch.where(part.read, values, 0)), part.hidden))
         return pool, ungroup_heads(kernels.attention(q, parts, d**-0.5), b, kv_heads, r)
 
 

@@ -21,7 +21,7 @@ def donate(step: Callable[..., Any], donate: Sequence[str] = ("state",)) -> Call
     """`step` run eagerly on donated arguments: same result, same buffers, the old wrappers consumed.
 
     Args: donate: names of the arguments given away. Their structure must be that of the results, in order.
-    Errors: ValueError for a name that is no argument of the step.
+    Errors: ValueError for a name that is not an argument of the step.
     """
     signature = _signature(step, donate)
 
@@ -37,10 +37,12 @@ def donate(step: Callable[..., Any], donate: Sequence[str] = ("state",)) -> Call
 
 
 def _signature(step: Callable[..., Any], donate: Sequence[str]) -> inspect.Signature:
+    if not callable(step):
+        raise ValueError(f"step must be a function, got {step!r}")
     signature = inspect.signature(step)
     unknown = [name for name in donate if name not in signature.parameters]
     if unknown:
-        raise ValueError(f"donate names {unknown[0]!r}, which is no argument of {getattr(step, '__name__', step)}")
+        raise ValueError(f"donate names {unknown[0]!r}, which is not an argument of {getattr(step, '__name__', step)}")
     if "put" not in signature.parameters:
         raise ValueError(f"{getattr(step, '__name__', step)} takes no `put`, so it cannot update its state in place")
     return signature
@@ -48,8 +50,7 @@ def _signature(step: Callable[..., Any], donate: Sequence[str]) -> inspect.Signa
 
 def _reuse(given: list[Any], result: Any) -> Any:
     """Copy the returned states into the buffers of the given ones; returns `result` with those buffers in it."""
-    alone = not (isinstance(result, tuple) and not hasattr(result, "_fields"))
-    results = [result] if alone else list(result)
+    results = _results(result)
     old_leaves, old_spec = pytree.tree_flatten(given)
     new_leaves, new_spec = pytree.tree_flatten(results[: len(given)])
     if old_spec != new_spec:
@@ -67,7 +68,12 @@ def _reuse(given: list[Any], result: Any) -> Any:
         if not _in_place(x, y):
             x.copy_(y)
     results[: len(given)] = pytree.tree_unflatten(old_leaves, old_spec)
-    return results[0] if alone else tuple(results)
+    return tuple(results) if isinstance(result, tuple) else results[0]
+
+
+def _results(result: Any) -> list[Any]:
+    """What a step returned, as a list: a state alone, or a tuple that begins with the states."""
+    return list(result) if isinstance(result, tuple) else [result]
 
 
 def _in_place(x: Tensor, y: Tensor) -> bool:
@@ -80,13 +86,13 @@ class Captured:
     Attributes: captures: how many distinct keys were captured (on a CPU: met) so far.
     """
 
-    def __init__(self, step: Callable[..., Any], donated: Sequence[str]):
+    def __init__(self, step: Callable[..., Any], donated: Sequence[str], pinned: Sequence[str]):
         self._step = step
-        self._donate = tuple(donated)
+        self._donate, self._pinned = tuple(donated), tuple(pinned)
         self._signature = _signature(step, donated)
         self._graphs: dict[Any, Callable[[inspect.BoundArguments], Any]] = {}
         self._last: dict[str, Any] = {}  # the arguments' parts of the newest key
-        self._params: tuple[Any, Any] = (None, None)  # the newest params and their part: immutable, so made once
+        self._known: dict[str, tuple[Any, Any]] = {}  # pinned arguments and their parts: immutable, so made once
 
     @property
     def captures(self) -> int:
@@ -116,14 +122,14 @@ class Captured:
 
     def _part(self, name: str, value: Any) -> tuple[Any, tuple[Any, ...]]:
         """An argument's part of the key: structure with statics, and what a graph binds of every leaf."""
-        if name == "params" and value is self._params[0]:
-            return self._params[1]
+        if name in self._known and value is self._known[name][0]:
+            return self._known[name][1]
         leaves, spec = pytree.tree_flatten(value)
-        # A graph replays addresses: params and donated states are bound by them, other tensors are copied in.
-        pinned = name in self._donate or name == "params"
-        part = spec, tuple(_leaf_key(leaf, pinned) for leaf in leaves)
-        if name == "params":
-            self._params = value, part
+        # A graph replays addresses: pinned arguments and donated states are bound by them, other tensors copied in.
+        bound = name in self._donate or name in self._pinned
+        part = spec, tuple(_leaf_key(leaf, bound) for leaf in leaves)
+        if name in self._pinned:
+            self._known[name] = value, part
         return part
 
     def _capture(self, bound: inspect.BoundArguments) -> Callable[[inspect.BoundArguments], Any]:
@@ -131,16 +137,18 @@ class Captured:
         if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
             run = donate(self._step, self._donate)
             return lambda bound: run(*bound.args, **bound.kwargs)
-        return _Graph(self._step, self._donate, bound)
+        return _Graph(self._step, self._donate, self._pinned, bound)
 
 
 class _Graph:
     """One CUDA graph of one key."""
 
-    def __init__(self, step: Callable[..., Any], donated: tuple[str, ...], bound: inspect.BoundArguments):
-        self._donate = donated
+    def __init__(
+        self, step: Callable[..., Any], donated: tuple[str, ...], pinned: tuple[str, ...], bound: inspect.BoundArguments
+    ):
+        self._donate, self._pinned = donated, pinned
         self._static = {
-            name: value if name in donated or name == "params" else pytree.tree_map(_clone, value)
+            name: value if name in donated + pinned else pytree.tree_map(_clone, value)
             for name, value in bound.arguments.items()
         }
         given = [self._static[name] for name in donated]
@@ -160,23 +168,21 @@ class _Graph:
         for name, value in bound.arguments.items():
             if name in self._donate:
                 struct.consume(value)
-            elif name != "params":
+            elif name not in self._pinned:
                 for static, leaf in zip(pytree.tree_leaves(self._static[name]), pytree.tree_leaves(value), strict=True):
                     if isinstance(leaf, Tensor):
                         static.copy_(leaf, non_blocking=True)
         self._graph.replay()
-        n = len(self._donate)
-        if not isinstance(self._result, tuple):
-            return _rewrap(self._result)
+        n, results = len(self._donate), _results(self._result)
         # Results other than the state live in the graph's memory and are overwritten by the next replay.
-        kept = [pytree.tree_map(_clone, r) if i >= n else _rewrap(r) for i, r in enumerate(self._result)]
-        return tuple(kept)
+        kept = [_rewrap(r) for r in results[:n]] + [pytree.tree_map(_clone, r) for r in results[n:]]
+        return tuple(kept) if isinstance(self._result, tuple) else kept[0]
 
 
-def _leaf_key(leaf: Any, pinned: bool) -> Any:
+def _leaf_key(leaf: Any, bound: bool) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return leaf.dtype, leaf.shape, leaf.device, leaf.data_ptr() if pinned and leaf.is_cuda else 0
+    return leaf.dtype, leaf.shape, leaf.device, leaf.data_ptr() if bound and leaf.is_cuda else 0
 
 
 def _clone(x: Any) -> Any:
@@ -188,14 +194,19 @@ def _rewrap(state: Any) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def capture(step: Callable[..., Any], donate: Sequence[str] = ("state",)) -> Captured:
+def capture(
+    step: Callable[..., Any], donate: Sequence[str] = ("state",), pinned: Sequence[str] = ("params",)
+) -> Captured:
     """`step` with donated arguments, captured as a CUDA graph per (structure with statics, shapes, dtypes, devices).
 
-    Params and donated states are bound by address: an update of a weight in place is seen by the next replay, other
-    storage captures anew and is counted in `.captures`; `.why(...)` names the argument that changed.
+    Pinned arguments and donated states are bound by address: an update of a weight in place is seen by the next
+    replay, other storage captures anew and is counted in `.captures`; `.why(...)` names the argument that changed.
 
-    Args: step: `step(params, state, *tensors, put=...)`; donate: names of the arguments given away.
+    Args:
+      step: `step(params, state, *tensors, put=...)`.
+      donate: names of the arguments given away.
+      pinned: names of the arguments, where the step has them, that are immutable and the same from call to call.
     Returns: a callable with the step's signature.
-    Errors: ValueError for a name that is no argument; DonatedError when a donated state is used again.
+    Errors: ValueError for a name that is not an argument; DonatedError when a donated state is used again.
     """
-    return Captured(step, donate)
+    return Captured(step, donate, pinned)

@@ -7,6 +7,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
+from nanospec_fn import checkpoint
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -16,12 +18,14 @@ def encode(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
     Text becomes a user turn of the tokenizer's chat template where it has one. A tokenizer that begins sequences with
     BOS begins this one with exactly one, whether the template writes it or not.
 
-    Errors: ValueError for an empty prompt, or for text without a tokenizer.
+    Errors: ValueError for an empty prompt, text that is not Unicode (a lone surrogate), or text without a tokenizer.
     """
     if not len(prompt):
         raise ValueError("prompt is empty")
     if not isinstance(prompt, str):
         return list(prompt)
+    if not is_unicode(prompt):
+        raise ValueError("prompt is not valid Unicode")
     if tokenizer is None:
         raise ValueError("prompt is text, but the model has no tokenizer: pass token ids")
     if tokenizer.chat_template is not None:
@@ -35,6 +39,15 @@ def encode(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
     return tokens
 
 
+def is_unicode(text: str) -> bool:
+    """Whether text has an encoding: a lone surrogate, which is how Python passes on bytes that are no UTF-8, has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def decode(tokenizer: Any, tokens: Sequence[int]) -> str | None:
     """The text of tokens, special ones left out; None without a tokenizer."""
     if tokenizer is None:
@@ -42,13 +55,48 @@ def decode(tokenizer: Any, tokens: Sequence[int]) -> str | None:
     return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+class Decoder:
+    """The text of a growing sequence, piece by piece, in time linear in its length."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.window: list[int] = []  # tokens that are decoded again: some whose text is whole, then the newer ones
+        self.context = 0  # of the window, tokens whose text is whole
+        self.shown = 0  # of the window's text, characters returned
+
+    def add(self, tokens: Sequence[int], last: bool) -> str:
+        """The text that tokens add, "" without a tokenizer; all pieces together are `decode` of all tokens.
+
+        Args: last: no more will come; until then a character whose bytes are not all there is held back.
+        """
+        self.window += tokens
+        text = decode(self.tokenizer, self.window) or ""
+        whole = text if last else text.rstrip("\ufffd")
+        piece, self.shown = whole[self.shown :], max(self.shown, len(whole))
+        newer = self.window[self.context :]
+        if whole == text and (newer_text := decode(self.tokenizer, newer)):
+            # The newer tokens stay as context: some decoders treat a sequence's first token differently.
+            self.window, self.context, self.shown = newer, len(newer), len(newer_text)
+        return piece
+
+
 def from_folder(folder: Path) -> Any:
-    """The Hugging Face tokenizer in a folder, or None where it has none."""
+    """The Hugging Face tokenizer in a folder, or None where it has none.
+
+    Errors: ValueError naming the file that is damaged, or the folder and what its tokenizer lacks.
+    """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer  # takes seconds to import; not needed for token ids alone
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # a damaged file ends in an error of any class
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if (folder / name).exists():
+                checkpoint.read_json(folder / name)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{folder}: the tokenizer's files cannot be read ({reason})") from error
 
 
 # llama.cpp's names of how text is cut before byte-pair merging.

@@ -43,7 +43,7 @@ class Checkpoint:
 def open_checkpoint(name: str) -> Checkpoint:
     """Open a model by name: "smollm2", a folder, a .gguf file or a hub id. Reads headers only.
 
-    Errors: FileNotFoundError for what is not there, ValueError for a file that is damaged, each naming the file.
+    Errors: FileNotFoundError for a missing file, ValueError for a file that is damaged, each naming the file.
     """
     path = find(name)
     return open_gguf(path) if path.suffix == ".gguf" else open_folder(path)
@@ -108,6 +108,9 @@ def open_shards(index: Path, opener: Callable[[Path], dict[str, Stored]]) -> dic
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: no weight_map")
+    for key, name in weight_map.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{index}: weight_map.{key} must be a file's name, got {name!r}")
     shards = {}
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name or not (index.parent / name).is_file():
@@ -133,15 +136,15 @@ def open_bin(file: Path) -> dict[str, Stored]:
     """The tensors of a PyTorch file, memory-mapped where its format allows; nothing in it is executed."""
     try:
         try:
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # the format before torch 1.6 cannot be mapped
-            found = torch.load(file, map_location="cpu", weights_only=True)
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"{file}: not a whole PyTorch file of plain tensors ({reason})") from error
-    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise ValueError(f"{file}: not a dictionary of tensors")
-    return {key: Stored(tuple(tensor.shape), partial(torch.Tensor.detach, tensor)) for key, tensor in found.items()}
+    return {key: Stored(tuple(tensor.shape), partial(torch.Tensor.detach, tensor)) for key, tensor in tensors.items()}
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -150,7 +153,9 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{file}: no such file") from None
-    except ValueError as error:
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file}: not a JSON object")

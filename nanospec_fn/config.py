@@ -28,10 +28,10 @@ def parse(raw: dict[str, Any], path: Path, architectures: tuple[str, ...] = ("Ll
     for key, values in supported.items():
         if raw.get(key) is not None and raw[key] not in values:
             raise ValueError(f"{path}: {key} {raw[key]!r} is not supported")
-    for found in raw.get("architectures") or architectures[:1]:
+    for found in typed(raw, "architectures", list, path) or architectures[:1]:
         if found not in architectures:
             raise ValueError(f"{path}: architecture {found!r} is not supported ({', '.join(architectures)})")
-    for kind in raw.get("layer_types") or ():
+    for kind in typed(raw, "layer_types", list, path):
         if kind != "full_attention":
             raise ValueError(f"{path}: layer_types {kind!r} is not supported")
 
@@ -44,12 +44,17 @@ def parse(raw: dict[str, Any], path: Path, architectures: tuple[str, ...] = ("Ll
     hidden, heads = positive("hidden_size"), positive("num_attention_heads")
     kv_heads, head_dim = positive("num_key_value_heads", heads), positive("head_dim", hidden // heads)
     if heads % kv_heads:
-        raise ValueError(f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise ValueError(f"{path}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if head_dim % 4:  # rows of 6 or 10 are not row-canonical on a CPU; nobody has such heads
         raise ValueError(f"{path}: head_dim must be a multiple of 4, got {head_dim}")
+    vocab_size = positive("vocab_size")
+    eos_ids = token_ids(raw.get("eos_token_id"), "eos_token_id", path)
+    for token in eos_ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{path}: eos_token_id {token} is not in the vocabulary of {vocab_size}")
     bos = raw.get("bos_token_id")
     return model.Config(
-        vocab_size=positive("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=positive("intermediate_size"),
         num_layers=positive("num_hidden_layers"),
@@ -60,7 +65,7 @@ def parse(raw: dict[str, Any], path: Path, architectures: tuple[str, ...] = ("Ll
         rms_eps=number(raw, "rms_norm_eps", path, 1e-6),
         rope=parse_rope(raw, path),
         tied=bool(raw.get("tie_word_embeddings")),
-        eos_ids=token_ids(raw.get("eos_token_id"), "eos_token_id", path),
+        eos_ids=eos_ids,
         bos_id=bos if isinstance(bos, int) else None,
     )
 
@@ -70,15 +75,15 @@ def parse_head(raw: dict[str, Any], target: model.Config, path: Path) -> eagle.H
 
     The head's rope is its own: a config without any means base 10000, unscaled, whatever the target has.
     """
-    nested = raw.get("transformer_layer_config")
+    nested = typed(raw, "transformer_layer_config", dict, path) or None
     layer = parse(
-        # The layer count is 36 or 40 in some public heads, the target's; there is always one.
-        {**(nested or raw), "num_hidden_layers": 1, "architectures": raw.get("architectures")},
+        # The layer count is 36 or 40 in some public heads, the target's; there is always one. A head ends nothing.
+        {**(nested or raw), "num_hidden_layers": 1, "architectures": raw.get("architectures"), "eos_token_id": None},
         path,
         HEAD_ARCHITECTURES,
     )
     # The nested form counts a layer's input, as this engine does; the others its output.
-    about = raw.get("eagle_config") or {}
+    about = typed(raw, "eagle_config", dict, path)
     if about.get("use_aux_hidden_state") is False:
         raise ValueError(f"{path}: eagle_config.use_aux_hidden_state False is not supported")
     key = "eagle_aux_hidden_state_layer_ids"
@@ -113,8 +118,9 @@ def parse_head(raw: dict[str, Any], target: model.Config, path: Path) -> eagle.H
 def parse_rope(raw: dict[str, Any], path: Path) -> model.Rope:
     """Every form that config.json has had: rope_theta with rope_scaling, and transformers 5's rope_parameters."""
     merged: dict[str, Any] = {}
-    for form in ({"rope_theta": raw.get("rope_theta")}, raw.get("rope_scaling"), raw.get("rope_parameters")):
-        for key, value in (form or {}).items():
+    forms = (typed(raw, key, dict, path) for key in ("rope_scaling", "rope_parameters"))
+    for form in ({"rope_theta": raw.get("rope_theta")}, *forms):
+        for key, value in form.items():
             key = "rope_type" if key == "type" else key
             if isinstance(value, dict):
                 raise ValueError(f"{path}: rope_parameters for each kind of layer ({key!r}) are not supported")
@@ -139,6 +145,16 @@ def parse_rope(raw: dict[str, Any], path: Path) -> model.Rope:
             original_max_position=int(number(merged, "original_max_position_embeddings", path)),
         )
     raise ValueError(f"{path}: rope type {kind!r} is not supported (default, linear, llama3)")
+
+
+def typed(raw: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
+    """A list's or an object's value, an empty one where the key is absent or null."""
+    value = raw.get(key)
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise ValueError(f"{path}: {key} must be {'a list' if kind is list else 'an object'}, got {value!r}")
+    return value
 
 
 def number(raw: Mapping[str, Any], key: str, path: Path, default: float | None = None) -> float:

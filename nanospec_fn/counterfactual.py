@@ -6,12 +6,12 @@ round that emits something else: what follows there is on a prefix that was neve
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from nanospec_fn import kl, narrow, sampling, trace
+from nanospec_fn import acceptance, kl, narrow, rng, sampling, trace
 from nanospec_fn.draft import Speculation
 from nanospec_fn.sampling import Sampling
 from nanospec_fn.trace import Round, Trace
@@ -57,13 +57,13 @@ class Block:
 
 
 def judge(found: Trace, rounds: Sequence[Round], requests: Sequence[Sampling]) -> list[Block]:
-    """What `sampling.decide` makes of recorded evidence. Args: requests: how each of `rounds` is sampled."""
+    """What `acceptance.decide` makes of recorded evidence. Args: requests: how each of `rounds` is sampled."""
     blocks: list[Block] = [Block([], [], [], [], None, 0)] * len(rounds)
     for size in sorted({len(r.nodes.token) for r in rounds}):
         mine = [i for i, r in enumerate(rounds) if len(r.nodes.token) == size]
         evidence, tree = trace.to_evidence([rounds[i] for i in mine])
         depth = max((max(rounds[i].nodes.depth, default=0) for i in mine), default=0)
-        verdict = sampling.decide(evidence, tree, sampling.controls([requests[i] for i in mine]), depth)
+        verdict = acceptance.decide(evidence, tree, sampling.controls([requests[i] for i in mine]), depth)
         columns = (verdict.tokens, verdict.target_logp, verdict.behaviour_logp, verdict.path, verdict.accepted)
         for i, tokens, target, behaviour, path, accepted in zip(mine, *(x.tolist() for x in columns), strict=True):
             record = rounds[i]
@@ -83,22 +83,35 @@ def _cut(tokens: list[int], request: trace.Request, position: int) -> tuple[int,
 
 
 def verify(found: Trace) -> tuple[list[str], float]:
-    """Re-derive a trace: what differs from the record, and the largest difference of a log-prob that is let pass.
+    """Re-derive every round of a trace from its evidence and compare it with the record.
 
-    That is 0 where the trace was written by this torch on this kind of CPU, else `TOLERANCE`.
+    The draws of the acceptance test come from the request's seed again; log-probs and the rows' own draws, which would
+    take the model, are the record's.
+    Log-probs must have the recorded bits where this torch on this kind of CPU wrote the trace; elsewhere they may be
+    `TOLERANCE` apart.
+    Returns: a line for each difference that is not allowed; the largest difference of a log-prob, in nats.
     """
     here, there = trace.arithmetic(torch.device("cpu")), found.header.engine
     same = all(there.get(name) == value for name, value in here.items())
-    tolerance = 0.0 if same else TOLERANCE
     requests = [found.header.requests[r.request] for r in found.rounds]
     wrong, largest = [], 0.0
     position = [request.prompt_tokens for request in found.header.requests]
+    ended: set[int] = set()
+    draws = accept_draws(found.rounds)
     blocks = judge(found, found.rounds, [r.sampling for r in requests])
     for line, (record, block) in enumerate(zip(found.rounds, blocks, strict=True), start=2):
         where = f"line {line}: request {record.request}, position {record.position}"
         if record.position != position[record.request]:
             wrong.append(f"{where}: the earlier rounds end at {position[record.request]}")
+        if record.request in ended:
+            wrong.append(f"{where}: the request has ended before")
         position[record.request] = record.position + len(record.tokens)
+        if record.finish_reason:
+            ended.add(record.request)
+        for node, depth in enumerate(record.nodes.depth):
+            drawn, named = record.nodes.accept[node], next(draws)
+            if depth > 0 and drawn != named:
+                wrong.append(f"{where}: accept of node {node} is {drawn!r}, its seed and token give {named!r}")
         origin = [record.nodes.depth[node] for node in block.path] + [0] * (len(block.tokens) - len(block.path))
         derived = {"origin": origin} | vars(block)
         for name in ("tokens", "path", "origin", "finish_reason"):
@@ -106,11 +119,21 @@ def verify(found: Trace) -> tuple[list[str], float]:
                 wrong.append(f"{where}: {name} is {getattr(record, name)}, its evidence gives {derived[name]}")
         for name in ("target_logp", "behaviour_logp"):
             for a, b in zip(getattr(record, name), derived[name], strict=False):
-                apart = 0.0 if a.hex() == b.hex() else abs(a - b)
+                if a.hex() == b.hex():  # minus infinity included
+                    continue
+                apart = abs(a - b)
                 largest = max(largest, apart)
-                if (a.hex() != b.hex() and not 0 <= apart <= tolerance) or (same and a.hex() != b.hex()):
+                if same or not apart <= TOLERANCE:
                     wrong.append(f"{where}: {name} is {a!r}, its evidence gives {b!r}")
     return wrong, largest
+
+
+def accept_draws(rounds: Sequence[Round]) -> Iterator[float]:
+    """The uniform that names each node of each round: a function of seed, position and token."""
+    nodes = [(r.seed, r.position + d - 1, t) for r in rounds for t, d in zip(r.nodes.token, r.nodes.depth, strict=True)]
+    seed, position, token = torch.tensor(nodes, dtype=torch.int64).view(-1, 3).unbind(1)
+    key = rng.draw_key(rng.key(seed), position, rng.ACCEPT)
+    return iter(rng.uniform(rng.fold_in(key, token)).tolist())
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Shapes: B slots, R rows of a slot, N nodes, k top_k, D depth, W = D + 1, F featu
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from nanospec_fn.pages import Write
 from nanospec_fn.slots import Slots
 from nanospec_fn.struct import replace, state
 from nanospec_fn.trees import Tree
+
+MAX_NODES = 1024  # of a tree: each is a row as wide as the vocabulary
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,25 @@ class Speculation:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 256:
                 raise ValueError(f"{name} must be an integer from 1 to 256, got {value!r}")
+        if self.top_k * self.depth > MAX_NODES:
+            raise ValueError(f"top_k * depth is {self.top_k * self.depth}, at most {MAX_NODES} nodes are drafted")
         if not isinstance(self.coupled, bool):
             raise ValueError(f"coupled must be True or False, got {self.coupled!r}")
-        if self.num_nodes is not None and not self.depth <= self.num_nodes <= self.top_k * self.depth:
+        if self.num_nodes is not None and not self.depth <= self.num_nodes <= self.lookahead:
             raise ValueError(
                 f"num_nodes is {self.num_nodes}: it must hold the greedy chain of depth {self.depth} and at most "
-                f"top_k * depth = {self.top_k * self.depth} nodes"
+                f"top_k * depth = {self.lookahead} nodes"
             )
+
+    @property
+    def lookahead(self) -> int:
+        """Storage positions past the pending token that a round may write: every drafted node, before pruning."""
+        return self.top_k * self.depth
 
     @property
     def nodes(self) -> int:
         """Nodes that are verified."""
-        return self.top_k * self.depth if self.num_nodes is None else self.num_nodes
+        return self.lookahead if self.num_nodes is None else self.num_nodes
 
 
 @state
@@ -73,6 +82,8 @@ class Draft:
 
 class Method(Protocol):
     """A way to draft. `params` is step.Params: a head may borrow the target's embedding."""
+
+    name: ClassVar[str]  # in traces: "ngram", "model", "eagle3"; "none" is plain decoding
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -139,7 +150,7 @@ def observe(state: State, features: Tensor, path: Tensor, live: Tensor) -> State
     kept = rows_at(features, torch.nn.functional.pad(path + 1, (1, 0)))
     missing = state.feature.shape[1] - kept.shape[1]
     kept = torch.nn.functional.pad(kept, (0, 0, 0, missing))
-    # A slot without a part in this round, such as one amid its prompt, still needs what it carries.
+    # A slot that sits this round out, such as one whose prompt is not prefilled yet, keeps what it carries.
     return replace(state, feature=torch.where(live[:, None, None], kept, state.feature))
 
 
@@ -147,7 +158,8 @@ def observe(state: State, features: Tensor, path: Tensor, live: Tensor) -> State
 class Nothing:
     """Plain decoding: nothing is carried and every tree is empty."""
 
-    taps: tuple[int, ...] = ()
+    name: ClassVar[str] = "none"
+    taps: ClassVar[tuple[int, ...]] = ()
 
     def check(self, spec: Speculation) -> None:
         pass
@@ -166,7 +178,7 @@ class Nothing:
     def propose(
         self, params: Any, state: State, s: Slots, live: Tensor, spec: Speculation, attend: Attend, put: Write
     ) -> tuple[State, Tree]:
-        return state, empty_trees(len(live), spec.nodes, live.device)
+        return state, trees.init_all(len(live), spec.nodes, live.device)
 
 
 @dataclass(frozen=True)
@@ -176,6 +188,8 @@ class Ngram(Nothing):
     The top_k best matches, longest first and then latest, give a chain each; chains that begin alike are merged.
     Source: prompt lookup decoding (Saxena 2023).
     """
+
+    name: ClassVar[str] = "ngram"
 
     longest: int = 3  # tokens to match; shorter suffixes count too, down to 1
 
@@ -187,7 +201,7 @@ class Ngram(Nothing):
         self, params: Any, state: State, s: Slots, live: Tensor, spec: Speculation, attend: Attend, put: Write
     ) -> tuple[State, Tree]:
         if not spec.depth:
-            return state, empty_trees(len(live), 0, live.device)
+            return state, trees.init_all(len(live), 0, live.device)
         newest = s.total[:, None] - 1
         position = torch.arange(s.tokens.shape[1] - 1, dtype=torch.int32, device=live.device).expand(len(live), -1)
         alike = live[:, None] & (position < newest)
@@ -234,9 +248,3 @@ def merge(chains: Tensor, spec: Speculation) -> Tree:
         score=by_level(score, -torch.inf),
     )
     return trees.prune(tree, spec.nodes, k)
-
-
-def empty_trees(b: int, num_nodes: int, device: torch.device) -> Tree:
-    """A batch of trees [b, num_nodes] without nodes."""
-    tree = trees.init(num_nodes, device)
-    return Tree(*(x.expand(b, -1) for x in (tree.token, tree.parent, tree.depth, tree.logp, tree.score)))

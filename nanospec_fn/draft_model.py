@@ -5,7 +5,7 @@ Shapes: B slots, R rows of a slot, m rows of a level, k top_k, F feature width, 
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,9 +24,7 @@ from nanospec_fn.trees import Tree
 class Recurrent(Protocol):
     """A draft model with KV of its own, as `grow` drives it."""
 
-    @property
-    def shift(self) -> int:
-        """The row that takes in the token of position t stands at position t - shift."""
+    shift: ClassVar[int]  # the row that takes in the token of position t stands at position t - shift
 
     def run(
         self, params: Any, state: State, rows: Rows, feature: Tensor, s: Slots, attend: Attend, put: Write
@@ -58,11 +56,11 @@ def grow(
     rows = attention.chain(slots.tokens_at(s, first[:, None] + lane), first - method.shift, unseen)
     state_, hidden = method.run(params, state, rows, state.feature, s, attend, put)
     if not spec.depth:
-        return state_, draft.empty_trees(b, 0, live.device)
+        return state_, trees.init_all(b, 0, live.device)
     hidden = draft.rows_at(hidden, (unseen - 1).clamp_min(0)[:, None])
 
     base = s.total - method.shift  # where the rows of depth-1 nodes stand
-    tree = draft.empty_trees(b, k * spec.depth, live.device)
+    tree = trees.init_all(b, k * spec.depth, live.device)
     for depth in range(1, spec.depth + 1):
         token, logp = _candidates(method, params, hidden, s, depth, spec)
         tree = trees.expand_all(tree, depth, token, logp)
@@ -114,12 +112,14 @@ def _candidates(
 
 
 @dataclass(frozen=True)
-class ModelCopy:
+class LlamaDraft:
     """Another Llama of the same vocabulary drafts, from tokens alone."""
 
+    name: ClassVar[str] = "model"
+    taps: ClassVar[tuple[int, ...]] = ()
+    shift: ClassVar[int] = 0
+
     cfg: model.Config
-    taps: tuple[int, ...] = ()
-    shift: int = 0
 
     def check(self, spec: Speculation) -> None:
         check_top_k(spec, self.cfg.vocab_size)
@@ -160,8 +160,10 @@ class ModelCopy:
 class Eagle3:
     """An EAGLE-3 head: the row of token t + 1 takes the target's feature t and stands at position t."""
 
+    name: ClassVar[str] = "eagle3"
+    shift: ClassVar[int] = 1
+
     cfg: eagle.HeadConfig
-    shift: int = 1
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -214,8 +216,7 @@ class Eagle3:
         return replace(state, pools=tuple(pools)), out.view(*rows.token.shape, -1)
 
     def logits(self, params: Any, hidden: Tensor) -> Tensor:
-        target = params.target.head if isinstance(params.target.head, Tensor) else params.target.embed
-        return eagle.logits(params.draft, self.cfg, hidden, target)
+        return eagle.logits(params.draft, self.cfg, hidden, model.output_head(params.target))
 
     def target_id(self, params: Any) -> Tensor:
         return params.draft.target_id
@@ -240,13 +241,15 @@ def load_draft(name: str, model: Model) -> Draft | None:
         "eagle:X", X a folder or hub id as for `load`; "eagle": the head that this package brings for the model, if any.
     Errors: ValueError for an unknown name, or a draft that does not fit the target; FileNotFoundError.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"draft must be a name, got {name!r}")
     kind, _, source = name.partition(":")
     if name == "none":
         return None
     if name == "ngram":
         return Draft(draft.Ngram())
     if name == "frozen":
-        return Draft(ModelCopy(model.cfg), pytree.tree_map(lambda x: x.clone(), model.params))
+        return Draft(LlamaDraft(model.cfg), pytree.tree_map(lambda x: x.clone(), model.params))
     if kind == "model" and source:
         device, dtype = model.params.embed.device, model.params.embed.dtype
         other = weights.load(source, device=str(device), dtype=str(dtype).removeprefix("torch."))
@@ -254,7 +257,7 @@ def load_draft(name: str, model: Model) -> Draft | None:
             raise ValueError(
                 f"draft {source} has a vocabulary of {other.cfg.vocab_size}, the target of {model.cfg.vocab_size}"
             )
-        return Draft(ModelCopy(other.cfg), other.params)
+        return Draft(LlamaDraft(other.cfg), other.params)
     if kind == "eagle" and source:
         cfg, params = weights.load_eagle(source, model)
         return Draft(Eagle3(cfg), params)
@@ -265,5 +268,5 @@ def load_draft(name: str, model: Model) -> Draft | None:
         cfg, params = weights.load_eagle(folder, model)
         return Draft(Eagle3(cfg), params)
     raise ValueError(
-        f'draft is {name!r}; known are "none", "ngram", "frozen", "eagle", "model:PATH_OR_ID" and "eagle:PATH_OR_ID"'
+        f'draft must be "none", "ngram", "frozen", "eagle", "model:PATH_OR_ID" or "eagle:PATH_OR_ID", got {name!r}'
     )

@@ -3,7 +3,7 @@
 Shapes: n rows, E hidden, F target hidden * number of taps, H / K query / KV heads, D head dim, I intermediate,
 V target vocabulary, Vd draft vocabulary.
 
-Source: EAGLE-3 (Li et al. 2025); design section 7 lists what the public heads agree and differ on.
+Source: EAGLE-3 (Li et al. 2025), section 3; `config.parse_head` and `weights.build_head` say how public heads differ.
 """
 
 from collections.abc import Callable
@@ -80,23 +80,8 @@ def advance(
     return model.decoder_layer(params.layer, cfg, residual, torch.cat((embedded, normed), dim=-1), cos, sin, attend)
 
 
-def step(
-    params: HeadParams,
-    cfg: HeadConfig,
-    embed: Tensor,
-    token: Tensor,
-    feature: Tensor,
-    position: Tensor,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    head: Tensor | tuple[()] = (),
-) -> tuple[Tensor, Tensor]:
-    """`advance`, and `logits` of its result: features [n, E], logits [n, Vd] fp32. Arguments as there."""
-    out = advance(params, cfg, embed, token, feature, position, attend)
-    return out, logits(params, cfg, out, head)
-
-
 def logits(params: HeadParams, cfg: HeadConfig, feature: Tensor, head: Tensor | tuple[()] = ()) -> Tensor:
-    """feature [n, E] of `step` -> [n, Vd] fp32.
+    """feature [n, E] of `advance` -> [n, Vd] fp32.
 
     Errors: ValueError where neither the head's file nor the caller has an output head.
     """

@@ -3,8 +3,11 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from nanospec_fn import schedule, slots, trace
 from nanospec_fn.capture import capture, donate
@@ -60,12 +63,21 @@ class Engine:
         self.round = wrap(self.program.speculate if draft else self.program.decode)
         self.insert = donate(self.program.insert)
         self.evict = donate(self.program.evict)
+        self.clear = donate(self.program.clear)
         self.serving = False
-        self.reset()
+        self.state = self.program.init()
+        self._buffers = pytree.tree_flatten(self.state)
+
+    def check_idle(self) -> None:
+        """Errors: ValueError while another call is being served."""
+        if self.serving:
+            raise ValueError("engine still serves another call: finish or close its stream first, or prepare another")
 
     def reset(self) -> None:
-        """Drop whatever runs: a fresh state."""
-        self.state = self.program.init()
+        """Drop whatever runs. The buffers stay, so that captured graphs stay valid."""
+        # An interrupted step may have consumed self.state in part; its tensors are still these.
+        leaves, spec = self._buffers
+        self.state = self.clear(pytree.tree_unflatten(leaves, spec))
 
     def run(self, taking_part: Sequence[int], bucket: int, chunk: int) -> tuple[list[int], Info]:
         """One prefill step (chunk > 0) or round for these slots: the slot of each of the info's rows, and the info.
@@ -118,7 +130,7 @@ def trace_header(engine: Engine, requests: Sequence[Request], prompt: Sequence[i
         version=trace.VERSION,
         model=engine.model.name,
         config=trace.fingerprint(static.cfg),
-        draft=type(draft.method).__name__ if draft else None,
+        draft=draft.method.name if draft else None,
         speculation=static.speculation if draft else None,
         engine=sizes
         | {"prefill_chunk": static.prefill_chunk, "attend": attend, "dtype": dtype}
@@ -134,10 +146,9 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Iterator[Update]:
 
     Errors: ValueError for an engine whose last call is not done.
     """
-    if engine.serving:
-        raise ValueError("engine still serves another call: finish or close its stream first, or prepare another")
+    engine.check_idle()
     program = engine.program
-    config = schedule.Config(program.max_slots, program.page_size, program.static.prefill_chunk)
+    config = schedule.Config(program.max_slots, program.static.prefill_chunk)
     first: dict[tuple[int, ...], int] = {}
     group = [first.setdefault(tuple(r.tokens), i) for i, r in enumerate(requests)]
     arrived = [schedule.Request(i, len(r.tokens), group[i]) for i, r in enumerate(requests)]
@@ -172,12 +183,21 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Iterator[Update]:
             engine.reset()
 
 
+def _to_host(info: Info) -> dict[str, list[Any]]:
+    """What the loop reads of every step, in one copy."""
+    wide, narrow = ("tokens", "target_logp", "behaviour_logp"), ("count", "accepted", "done", "ok", "left")
+    columns: list[Tensor] = [getattr(info, name).view(torch.int32) for name in wide]
+    columns.append(torch.stack([getattr(info, name).to(torch.int32) for name in narrow], dim=1))
+    *parts, rest = torch.cat(columns, dim=1).cpu().split([x.shape[1] for x in columns], dim=1)
+    read = {name: part.view(getattr(info, name).dtype).tolist() for name, part in zip(wide, parts, strict=True)}
+    return read | dict(zip(narrow, rest.t().tolist(), strict=True))
+
+
 def _read(
     host: schedule.HostState, taking_part: Sequence[int], rows: list[int], info: Info, prefill: bool, record: bool
 ) -> tuple[list[Update], schedule.Events]:
     """Bring a step's info to the host: updates for the caller, events for the policy."""
-    read = {name: getattr(info, name).tolist() for name in ("tokens", "target_logp", "behaviour_logp", "count")}
-    read |= {name: getattr(info, name).tolist() for name in ("accepted", "done", "ok", "left")}
+    read = _to_host(info)
     evidence: Sequence[tuple[trace.Nodes, trace.Rows] | None] = [None] * len(rows)
     if record:
         evidence = trace.to_host(info.tree, info.evidence)
@@ -191,7 +211,7 @@ def _read(
             refused.append(index)
             continue
         if prefill:
-            prefilled.append((index, running[slot].left - max(read["left"][i], 0)))
+            prefilled.append((index, read["left"][i]))
         if not count:
             continue
         reason = REASONS.get(read["done"][i])

@@ -40,7 +40,7 @@ def log_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor)
         rows = filtered.nonzero()[:, 0]
         keep = _kept(x[rows], top_k[rows], top_p[rows])
         x = x.index_copy(0, rows, x[rows].masked_fill(~keep, -torch.inf))
-    return x - log_sum_exp(x)[:, None]
+    return x - kernels.log_sum_exp(x)[:, None]
 
 
 def _kept(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -93,12 +93,7 @@ def target_tokens(logits: Tensor, logp: Tensor, key: Tensor, temperature: Tensor
     return lowest_argmax(torch.where(hot[:, None], logp + noise, logits.to(logp.dtype)))
 
 
-def log_sum_exp(x: Tensor) -> Tensor:
-    """x [n, V] -> [n], -inf for a row of nothing else; a row's bits depend on that row alone."""
-    return kernels.log_sum_exp(x)
-
-
 def lowest_argmax(x: Tensor) -> Tensor:
-    """x [n, V] -> [n] int32, the lowest id among those at the maximum; argmax promises none in particular."""
+    """x [..., V] -> [...] int32, the lowest id among those at the maximum; argmax promises none in particular."""
     ids = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
     return torch.where(x == x.amax(-1, keepdim=True), ids, x.shape[-1] - 1).amin(-1)

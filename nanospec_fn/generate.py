@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,10 +13,12 @@ from nanospec_fn import chat
 from nanospec_fn import trace as tracing
 from nanospec_fn.draft import Draft, Speculation
 from nanospec_fn.engine import Engine, Request, Update, serve, trace_header
+from nanospec_fn.filters import log_probs
 from nanospec_fn.model import Model, forward
-from nanospec_fn.program import EngineConfig, check_parts, lookahead
-from nanospec_fn.sampling import Sampling, controls, log_probs
+from nanospec_fn.program import EngineConfig, check_parts, check_tokens, pages_for, tree_shape
+from nanospec_fn.sampling import Sampling, controls
 from nanospec_fn.struct import replace
+from nanospec_fn.trees import Tree
 
 Prompt = str | Sequence[int]
 TraceFile = str | os.PathLike[str] | tracing.File
@@ -34,6 +37,14 @@ class Completion:
     origin: list[int] = field(default_factory=list)  # 0: the target's own token; d: a draft node at depth d
     error: str | None = None  # why, where finish_reason is "error"
 
+    def add(self, piece: "Chunk | Update") -> None:
+        """Take in what a step did for this prompt; the text is left to the caller."""
+        for name in ("tokens", "target_logp", "behaviour_logp", "origin"):
+            getattr(self, name).extend(getattr(piece, name))
+        if piece.accepted is not None:
+            self.accepted.append(piece.accepted)
+        self.finish_reason = piece.finish_reason
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -46,13 +57,25 @@ class Chunk:
     target_logp: list[float]  # as in Completion, for these tokens; the next two as well
     behaviour_logp: list[float]
     origin: list[int]
-    accepted: int | None  # drafted tokens that were emitted; None where the chunk is no round's
+    accepted: int | None  # drafted tokens that were emitted; None for a chunk that no round emitted
+
+
+def spoken(piece: "Completion | Chunk | Update") -> list[int]:
+    """The tokens that have text: all but the stop token."""
+    return piece.tokens[:-1] if piece.finish_reason == "stop" else piece.tokens
+
+
+def mean_accepted_len(completions: Sequence[Completion]) -> float | None:
+    """Tokens per round, the bonus token counted and the prefill's own left out; None where there was no round."""
+    rounds = sum(len(one.accepted) for one in completions)
+    return sum(max(len(one.tokens) - 1, 0) for one in completions) / rounds if rounds else None
 
 
 def generate(
     model: Model,
     prompts: Sequence[Prompt],
     sampling: Sampling | Sequence[Sampling] | None = None,
+    *,
     draft: Draft | None = None,
     speculation: Speculation | None = None,
     engine: EngineConfig | Engine | None = None,
@@ -93,6 +116,7 @@ def stream(
     model: Model,
     prompts: Sequence[Prompt],
     sampling: Sampling | Sequence[Sampling] | None = None,
+    *,
     draft: Draft | None = None,
     speculation: Speculation | None = None,
     engine: EngineConfig | Engine | None = None,
@@ -107,20 +131,15 @@ def stream(
 
 
 def _chunks(job: "_Job") -> Iterator[Chunk]:
-    shown = [0] * len(job.completions)
+    decoders = [chat.Decoder(job.engine.model.tokenizer) for _ in job.completions]
     for index, completion in enumerate(job.completions):
         if completion.finish_reason:
             yield Chunk(index, [], "", completion.finish_reason, [], [], [], None)
     for update in job.run():
-        completion = job.completions[update.index]
-        text = job.text(completion) or ""
-        if not update.finish_reason:
-            text = text.rstrip("\ufffd")  # a character that lies across tokens is held back until it is whole
-        added, shown[update.index] = text[shown[update.index] :], len(text)
         yield Chunk(
             index=update.index,
             tokens=update.tokens,
-            text=added,
+            text=decoders[update.index].add(spoken(update), last=update.finish_reason is not None),
             finish_reason=update.finish_reason,
             target_logp=update.target_logp,
             behaviour_logp=update.behaviour_logp,
@@ -135,10 +154,15 @@ def score(model: Model, prompt: Prompt, tokens: Sequence[int], sampling: Samplin
     Returns: nats, one per token.
     Errors: ValueError for an empty prompt, a token out of range, or more tokens than the context.
     """
+    _check_model(model)
     sampling = Sampling() if sampling is None else sampling
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling must be of class Sampling, got {sampling!r}")
     sampling.validate()
+    if not isinstance(prompt, str | list | tuple) or not isinstance(tokens, list | tuple):
+        raise ValueError(f"prompt must be text or a list, and tokens a list, got {prompt!r} and {tokens!r}")
     context = chat.encode(model.tokenizer, prompt)
-    _check_tokens([*context, *tokens], model)
+    check_tokens([*context, *tokens], model.cfg.vocab_size)
     if not tokens:
         return []
     device = model.params.embed.device
@@ -156,7 +180,7 @@ class _Job:
 
     engine: Engine
     requests: list[Request]
-    origin: list[int]  # the prompt of each request: those that can never fit are none
+    origin: list[int]  # the prompt of each request; prompts that can never fit have no request
     completions: list[Completion]
     trace: tracing.File | None
 
@@ -164,10 +188,19 @@ class _Job:
         with torch.no_grad(), contextlib.ExitStack() as stack:
             writer = stack.enter_context(tracing.Writer(self.trace)) if self.trace else None
             for update in serve(self.engine, self.requests):
-                if writer:
-                    writer.write(self._round(update, writer.file))
+                record = self._round(update, writer.file) if writer else None
                 update = replace(update, index=self.origin[update.index])
-                self._add(update)
+                completion = self.completions[update.index]
+                completion.add(update)
+                if update.finish_reason:
+                    self._finish(completion)
+                if writer and record:  # after the completion, which an error or ctrl-C here must not cost
+                    try:
+                        writer.write(record)
+                    except OSError as error:
+                        file, writer = writer.file.path, None  # a file with a gap would be no trace
+                        text = f"trace {file} ends early, the run goes on without it: {error.strerror}"
+                        warnings.warn(text, RuntimeWarning, stacklevel=2)
                 yield update
 
     def _round(self, update: Update, file: tracing.File) -> tracing.Round:
@@ -182,7 +215,7 @@ class _Job:
             position=len(request.tokens) + len(self.completions[self.origin[update.index]].tokens),
             nodes=nodes,
             rows=rows,
-            path=tracing.path_of(nodes, update.tokens[: update.accepted or 0]),
+            path=_path(nodes, update.tokens[: update.accepted or 0]),
             tokens=update.tokens,
             target_logp=update.target_logp,
             behaviour_logp=update.behaviour_logp,
@@ -193,28 +226,24 @@ class _Job:
             draft_version=file.draft_version,
         )
 
-    def _add(self, update: Update) -> None:
-        completion = self.completions[update.index]
-        for name in ("tokens", "target_logp", "behaviour_logp", "origin"):
-            getattr(completion, name).extend(getattr(update, name))
-        if update.accepted is not None:
-            completion.accepted.append(update.accepted)
-        if update.finish_reason:
-            self._finish(completion, update.finish_reason)
-
-    def _finish(self, completion: Completion, reason: str) -> None:
-        completion.finish_reason = reason
-        completion.text = self.text(completion)
-
-    def text(self, completion: Completion) -> str | None:
-        """The text so far, the stop token left out."""
-        stopped = completion.finish_reason == "stop"
-        return chat.decode(self.engine.model.tokenizer, completion.tokens[:-1] if stopped else completion.tokens)
+    def _finish(self, completion: Completion) -> None:
+        completion.text = chat.decode(self.engine.model.tokenizer, spoken(completion))
 
     def abort(self) -> None:
         for completion in self.completions:
             if completion.finish_reason is None:
-                self._finish(completion, "aborted")
+                completion.finish_reason = "aborted"
+                self._finish(completion)
+
+
+def _path(nodes: tracing.Nodes, tokens: Sequence[int]) -> list[int]:
+    """The nodes that a path of tokens from the root runs through."""
+    path: list[int] = []
+    for token in tokens:
+        above = path[-1] if path else Tree.ROOT
+        siblings = zip(nodes.token, nodes.parent, nodes.depth, strict=True)
+        path.append([t == token and p == above and d > 0 for t, p, d in siblings].index(True))
+    return path
 
 
 def _job(
@@ -228,6 +257,7 @@ def _job(
     on_error: str,
 ) -> _Job:
     """Check every argument, then make the engine and begin the trace; nothing has run when this raises."""
+    _check_model(model)
     if on_error not in ("raise", "return"):
         raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
     if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
@@ -238,29 +268,36 @@ def _job(
         file.validate()
     requests = _requests(model, prompts, sampling)
     if isinstance(engine, Engine):
+        if file:
+            engine.check_idle()
         if file and not engine.program.static.record:
             raise ValueError("trace needs an engine that was prepared with record=True")
         if (draft is not None and draft is not engine.draft) or speculation is not None or model is not engine.model:
-            raise ValueError("engine was prepared with a model, draft and speculation of its own; pass no others")
+            raise ValueError("engine was prepared with a model, draft and speculation of its own; do not pass others")
     else:
         engine = _sized(model, requests, draft, speculation, engine, record=file is not None)
     for request in requests:
         engine.program.check_request(request.sampling)
-    fit = [engine.program.fits(len(r.tokens)) for r in requests]
-    for index, reason in enumerate(fit):
+    misfit = [engine.program.misfit(len(r.tokens)) for r in requests]
+    for index, reason in enumerate(misfit):
         if reason and on_error == "raise":
             raise ValueError(f"prompt {index} can never fit: {reason}")
-    completions = [Completion(finish_reason="error", error=reason) if reason else Completion() for reason in fit]
+    completions = [Completion(finish_reason="error", error=reason) if reason else Completion() for reason in misfit]
     job = _Job(
         engine=engine,
-        requests=[r for r, reason in zip(requests, fit, strict=True) if not reason],
-        origin=[i for i, reason in enumerate(fit) if not reason],
+        requests=[r for r, reason in zip(requests, misfit, strict=True) if not reason],
+        origin=[i for i, reason in enumerate(misfit) if not reason],
         completions=completions,
         trace=file,
     )
     if file:
         tracing.create(file, trace_header(engine, job.requests, job.origin, file))
     return job
+
+
+def _check_model(model: Model) -> None:
+    if not isinstance(model, Model):
+        raise ValueError(f"model must be what load returned, got {model!r}")
 
 
 def _requests(model: Model, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None) -> list[Request]:
@@ -274,20 +311,14 @@ def _requests(model: Model, prompts: Sequence[Prompt], sampling: Sampling | Sequ
     for index, (prompt, one) in enumerate(zip(prompts, sampling, strict=True)):
         try:
             one.validate()
-            if not hasattr(prompt, "__len__"):
+            if not isinstance(prompt, str | list | tuple):
                 raise ValueError(f"it must be text or a list of token ids, got {prompt!r}")
             tokens = chat.encode(model.tokenizer, prompt)
-            _check_tokens(tokens, model)
+            check_tokens(tokens, model.cfg.vocab_size)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
         requests.append(Request(tuple(tokens), one))
     return requests
-
-
-def _check_tokens(tokens: Sequence[int], model: Model) -> None:
-    for token in tokens:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < model.cfg.vocab_size:
-            raise ValueError(f"token {token!r} is no id of the vocabulary of {model.cfg.vocab_size}")
 
 
 def _sized(
@@ -304,8 +335,7 @@ def _sized(
     max_slots = max(1, min(config.max_slots, len(requests)))
     num_pages = config.num_pages
     if num_pages is None:
-        ahead = lookahead(draft, speculation)
-        room = [len(r.tokens) + r.sampling.max_tokens for r in requests if len(r.tokens) < model.cfg.max_context]
-        longest = sorted((min(n, model.cfg.max_context) + ahead + 1 for n in room), reverse=True)[:max_slots]
-        num_pages = sum(-(-n // config.page_size) for n in longest) or 1
+        limit = min(model.cfg.max_context, config.max_context or model.cfg.max_context)
+        lengths = [min(len(r.tokens) + r.sampling.max_tokens, limit) for r in requests if len(r.tokens) < limit]
+        num_pages = pages_for(lengths, config.page_size, tree_shape(draft, speculation).lookahead, max_slots)
     return Engine(model, draft, replace(config, max_slots=max_slots, num_pages=num_pages), speculation, record)

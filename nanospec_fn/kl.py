@@ -1,27 +1,19 @@
 """What a lossy acceptance rule costs: KL(pi || mu) per row of the target, its worst case and as measured.
 
-    python -m nanospec_fn kl                    worst case per alpha and number of candidates
-    python -m nanospec_fn kl --alpha 0.3 FILE   on the rows of a trace
-
-pi is the target's distribution after the filters, mu that of the emitted token given prefix and tree (design.md
-section 6). Everything is in nats and in float64.
+pi is the target's distribution after the filters, mu that of the emitted token given prefix and tree
+(docs/promises.md, "Behaviour log-probs"). Everything is in nats and in float64.
 """
 
-import argparse
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-import nanospec_fn as ns
-from nanospec_fn import arguments, trace
+from nanospec_fn import trace
 from nanospec_fn.sampling import Sampling
 
-ALPHAS = (0.9, 0.7, 0.5, 0.3, 0.1)
-CANDIDATES = (1, 2, 3, 4)
 GRID = 4000
 
 
@@ -106,7 +98,7 @@ def row_of(record: trace.Round, row: int) -> Row:
 
 
 def passing(record: trace.Round, row: int, request: Sampling) -> int | None:
-    """The candidate that `relaxed` accepts at a recorded row, in fp32 as `sampling.decide` has it."""
+    """The candidate that `relaxed` accepts at a recorded row, in fp32 as `acceptance.decide` has it."""
     logp, rank = record.nodes.target_logp, record.nodes.rank
     likely = (torch.tensor(logp).exp() >= torch.tensor(request.tau)).tolist()
     for i in candidates(record.nodes, row):
@@ -123,7 +115,7 @@ class Measured:
     rows: int
     mean: float | None  # KL(pi || mu), nats a token; None: infinite at some row
     largest: float | None
-    accepting: int  # rows where `relaxed` accepts, and so never emits anything else
+    accepting: int  # rows where `relaxed` accepts, and so never emits anything else; those with p = 1 among them
     missing_mass: float  # of pi, that mu cannot reach, on average over the rows
 
 
@@ -137,7 +129,7 @@ def measure(found: trace.Trace, alpha: float | None = None) -> list[Measured]:
     """
     if alpha is not None:
         check_lossy(found)
-    by_count: dict[int, list[tuple[float, float]]] = {}
+    by_count: dict[int, list[tuple[float, float, bool]]] = {}
     requests = [r.sampling for r in found.header.requests]
     if alpha is not None:
         power = {"rule": "power", "alpha": alpha, "tau": 1.0, "accept_top_k": 0}
@@ -145,15 +137,17 @@ def measure(found: trace.Trace, alpha: float | None = None) -> list[Measured]:
     for record in found.rounds:
         for row in (0, *(node + 1 for node in record.path))[: len(record.tokens)]:
             count = len(candidates(record.nodes, row))
-            by_count.setdefault(count, []).append(cost(record, row, requests[record.request]))
+            request = requests[record.request]
+            accepts = request.rule == "relaxed" and passing(record, row, request) is not None
+            by_count.setdefault(count, []).append((*cost(record, row, request), accepts))
     return [
         Measured(
             candidates=k,
             rows=len(costs),
-            mean=_finite(math.fsum(kl for kl, _ in costs) / len(costs)),
-            largest=_finite(max(kl for kl, _ in costs)),
-            accepting=sum(kl == math.inf for kl, _ in costs),
-            missing_mass=math.fsum(mass for _, mass in costs) / len(costs),
+            mean=_finite(math.fsum(kl for kl, _, _ in costs) / len(costs)),
+            largest=_finite(max(kl for kl, _, _ in costs)),
+            accepting=sum(accepts for _, _, accepts in costs),
+            missing_mass=math.fsum(mass for _, mass, _ in costs) / len(costs),
         )
         for k, costs in sorted(by_count.items())
     ]
@@ -179,53 +173,4 @@ def check_lossy(found: trace.Trace) -> None:
         if request.sampling.temperature == 0:
             raise ValueError(f"request {i} was sampled at temperature 0, where only 'exact' has a behaviour log-prob")
     if found.header.speculation and found.header.speculation.coupled:
-        raise ValueError("the proposals were coupled: a lossy rule has no closed form with them")
-
-
-def add_parser(commands: "argparse._SubParsersAction[arguments.Parser]") -> None:
-    """The `kl` command."""
-    parser = commands.add_parser(
-        "kl",
-        help="what a lossy rule costs: KL(pi || mu)",
-        description="KL(pi || mu) in nats a token: the worst case by number of candidates, or as measured on a trace.",
-        epilog="Exit codes: 0; 2 for bad arguments.",
-    )
-    parser.add_argument("file", metavar="FILE", nargs="?", help="a trace written by --trace")
-    parser.add_argument(
-        "--alpha", type=float, metavar="A", help="rule power's exponent (a table; with FILE: each request's own rule)"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.set_defaults(run=functools.partial(run, parser))
-
-
-def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """`kl`; the exit code."""
-    if args.alpha is not None:
-        arguments.checked(
-            parser, functools.partial(ns.Sampling, rule="power", temperature=1.0), {"alpha": ("--alpha", args.alpha)}
-        )
-    if args.file is None:
-        alphas = ALPHAS if args.alpha is None else (args.alpha,)
-        table = {alpha: [worst_case(alpha, k) for k in CANDIDATES] for alpha in alphas}
-        if args.json:
-            print(arguments.json_line({"candidates": CANDIDATES, "worst_case": table}))
-            return 0
-        print("worst case of KL(pi || mu), nats a token, by candidates at the row\n")
-        print("alpha" + "".join(f"{k:>9}" for k in CANDIDATES))
-        for alpha, values in table.items():
-            print(f"{alpha:<5g}" + "".join(f"{value:>9.4f}" for value in values))
-        return 0
-    try:
-        measured = measure(trace.read(args.file), args.alpha)
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(f"argument FILE: {error}")
-    if args.json:
-        print(arguments.json_line({"alpha": args.alpha, "rows": [vars(m) for m in measured]}))
-        return 0
-    rule = "each request's own rule" if args.alpha is None else f"power({args.alpha:g})"
-    print(f"KL(pi || mu) under {rule}, nats a token, on the rows that emitted a token\n")
-    print("candidates     rows       mean    largest  accepting  missing mass")
-    for m in measured:
-        mean, largest = (f"{x:>10.4f}" if x is not None else "  infinite" for x in (m.mean, m.largest))
-        print(f"{m.candidates:<10}{m.rows:>9} {mean} {largest}{m.accepting:>11}{m.missing_mass:>14.4f}")
-    return 0
+        raise ValueError("the proposals were coupled: a lossy rule has no closed-form behaviour log-prob with them")

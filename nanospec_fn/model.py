@@ -145,7 +145,7 @@ def hidden(
     """The residual stream after the last layer, before the final norm.
 
     Args:
-      token, position: [n]; a dead row may hold any token in range and position 0.
+      token, position: [n]; a padding row may hold any token in range and position 0.
       attend: called once per layer.
       taps: layer indices whose *input* is wanted (EAGLE-3 features).
     Returns: x [n, E], and the taps concatenated [n, len(taps) * E].
@@ -170,27 +170,37 @@ def hidden(
     return x[:n], torch.cat(tapped, dim=-1)[:n] if tapped else x[:n, :0]
 
 
+def output_head(params: Params) -> Tensor:
+    """[V, E], the embedding where it is tied."""
+    return params.head if isinstance(params.head, Tensor) else params.embed
+
+
 def logits(params: Params, cfg: Config, x: Tensor) -> Tensor:
     """x [n, E] of `hidden` -> [n, V] fp32."""
-    head = params.head if isinstance(params.head, Tensor) else params.embed
-    return kernels.linear(kernels.rms_norm(x, params.norm, cfg.rms_eps), head, cfg.gemm, dtype=torch.float32)
+    normed = kernels.rms_norm(x, params.norm, cfg.rms_eps)
+    return kernels.linear(normed, output_head(params), cfg.gemm, dtype=torch.float32)
 
 
-def forward(params: Params, cfg: Config, tokens: Tensor, taps: Sequence[int] = ()) -> Tensor:
+def forward(params: Params, cfg: Config, tokens: Tensor) -> Tensor:
     """Logits of whole sequences without a cache; differentiable, the same bits per row as the engine's.
 
     Args: tokens [B, T] integers, every row full (pad on the right and ignore what follows the padding).
     Returns: [B, T, V] fp32.
-    Errors: ValueError for a shape other than [B, T] or T past the model's context.
+    Errors: ValueError for what is no integer tensor [B, T], T past the model's context, and (on a CPU, where looking
+      costs nothing) a token that is not in the vocabulary.
     """
-    if tokens.dim() != 2:
-        raise ValueError(f"tokens must be [B, T], got shape {tuple(tokens.shape)}")
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"tokens must be an integer tensor, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
+    if tokens.dim() != 2 or not tokens.numel():
+        raise ValueError(f"tokens must be [B, T] and not empty, got shape {tuple(tokens.shape)}")
+    if not tokens.is_cuda and bool(((tokens < 0) | (tokens >= cfg.vocab_size)).any()):
+        raise ValueError(f"tokens holds an id that is not in the vocabulary of {cfg.vocab_size}")
     b, t = tokens.shape
     if t > cfg.max_context:
         raise ValueError(f"tokens has {t} positions, the model's context is {cfg.max_context}")
     position = torch.arange(t, device=tokens.device)
     attend = dense_attend(cfg, b, t, position)
-    x, _ = hidden(params, cfg, tokens.reshape(-1), position.repeat(b), attend, taps)
+    x, _ = hidden(params, cfg, tokens.reshape(-1), position.repeat(b), attend)
     return logits(params, cfg, x).view(b, t, -1)
 
 
@@ -203,7 +213,7 @@ def dense_attend(cfg: Config, b: int, t: int, position: Tensor) -> AttendLayer:
     padded = -(-t // cpu.KV_BLOCK) * cpu.KV_BLOCK
     groups = cfg.num_heads // cfg.num_kv_heads
     causal = position[:, None] >= torch.arange(padded, device=position.device)
-    unseen = cpu.hide(causal.expand(b, -1, -1), cfg.num_kv_heads, groups)
+    future = cpu.hide(causal.expand(b, -1, -1), cfg.num_kv_heads, groups)
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = group_heads(q.view(b, t, cfg.num_heads, cfg.head_dim), cfg.num_kv_heads)
@@ -213,7 +223,7 @@ def dense_attend(cfg: Config, b: int, t: int, position: Tensor) -> AttendLayer:
             )
             for y in (k, v)
         )
-        return ungroup_heads(cpu.attention(q, [(k, v, unseen)], cfg.head_dim**-0.5), b, cfg.num_kv_heads, t)
+        return ungroup_heads(cpu.attention(q, [(k, v, future)], cfg.head_dim**-0.5), b, cfg.num_kv_heads, t)
 
     return attend
 

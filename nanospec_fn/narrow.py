@@ -16,7 +16,7 @@ from nanospec_fn.draft import Speculation
 from nanospec_fn.trace import Header, Nodes, Round
 from nanospec_fn.trees import Tree
 
-BY_CHAIN, BY_LEVEL = ("Ngram",), ("ModelCopy", "Eagle3")  # how a drafting method fills its tree
+BY_CHAIN, BY_LEVEL = ("ngram",), ("model", "eagle3")  # how a drafting method fills its tree
 
 
 def check(header: Header, depth: int | None, top_k: int | None) -> Speculation:

@@ -2,7 +2,7 @@
 
 A pool layer is one tensor [P + 1, 2, S, K, D] (page, key or value, offset, KV head, head dim). Target and draft have
 pools of their own and share one allocator: page p of a slot means page p in each of them. Page 0 is the sink:
-rows that stand for nothing write there, and nobody reads it.
+padding rows write there, and it is never read.
 
 Shapes: B slots, M page-table width, P usable pages, S page size.
 """
@@ -144,7 +144,7 @@ def copy_page(pool: Tensor, source: Tensor, dest: Tensor, put: Write) -> Tensor:
 
 
 def check(pages: Pages, page_table: Tensor) -> str:
-    """Invariant G4 on the host: "" or what is wrong. For tests and `doctor`, never inside a step."""
+    """Promise G4 (docs/promises.md), checked on the host: "" or what is wrong. For tests, never inside a step."""
     table, num_free = page_table.flatten().tolist(), int(pages.num_free)
     refs, stack = pages.refs.tolist(), pages.stack.tolist()[:num_free]
     held = {p: table.count(p) for p in set(table) - {SINK}}

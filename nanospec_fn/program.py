@@ -1,11 +1,13 @@
 """A program: the hashable statics of an engine bound to the steps, and how requests come and go."""
 
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nanospec_fn import model, pages, slots, step
+from nanospec_fn import model, pages, schedule, slots, step
 from nanospec_fn.attention import Attend, Canonical, Sdpa
 from nanospec_fn.draft import Draft, Nothing, PoolShape, Speculation
 from nanospec_fn.pages import Write
@@ -30,15 +32,17 @@ class EngineConfig:
     attend: str = "auto"  # "sdpa"; "canonical" and "flashinfer" need CUDA
     capture: str = "auto"  # "on": one CUDA graph per step and shape; "off": eager, the state donated; "auto": "on"
     prefill_chunk: int = 512  # most prompt tokens per slot and step
+    max_context: int | None = None  # most tokens of a request, prompt included; None, or more: the model's context
 
     def validate(self) -> None:
         """Errors: ValueError naming the field that is out of range."""
-        for name, low, high in (("max_slots", 1, 4096), ("num_pages", 1, 2**30), ("prefill_chunk", 1, 2**20)):
+        bounds = {"max_slots": 4096, "num_pages": 2**30, "prefill_chunk": 2**20, "max_context": 2**30}
+        for name, high in bounds.items():
             value = getattr(self, name)
-            if name == "num_pages" and value is None:
+            if name in ("num_pages", "max_context") and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+                raise ValueError(f"{name} must be an integer from 1 to {high}, got {value!r}")
         if type(self.page_size) is not int or self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {self.page_size!r}")
         for name, known in (("attend", ATTEND), ("capture", CAPTURE)):
@@ -61,10 +65,27 @@ def check_parts(draft: Draft | None, engine: EngineConfig | None, speculation: S
         draft.method.check(spec)
 
 
-def lookahead(draft: Draft | None, speculation: Speculation | None) -> int:
-    """Storage positions past the pending token that a round may write."""
-    spec = (speculation or Speculation()) if draft else PLAIN
-    return spec.top_k * spec.depth
+def tree_shape(draft: Draft | None, speculation: Speculation | None) -> Speculation:
+    """The speculation that runs: the default one where none is given, that of no tree without a draft."""
+    return (speculation or Speculation()) if draft else PLAIN
+
+
+def pages_for(lengths: Iterable[int], page_size: int, lookahead: int, max_slots: int) -> int:
+    """Pages with which nothing is preempted: those of the longest `max_slots` requests at once.
+
+    Args: lengths: tokens of each request at its end, prompt included; lookahead: see `Speculation.lookahead`.
+    """
+    longest = sorted(lengths, reverse=True)[:max_slots]
+    return max(1, sum(-(-(n + lookahead) // page_size) for n in longest))
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    """Errors: ValueError for what is no list or tuple, or holds what is not a token id of the vocabulary."""
+    if not isinstance(tokens, list | tuple):
+        raise ValueError(f"tokens must be a list of token ids, got {tokens!r}")
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise ValueError(f"token {token!r} is not in the vocabulary of {vocab_size}")
 
 
 def build(
@@ -81,11 +102,12 @@ def build(
     """
     check_parts(draft, engine, speculation)
     engine = engine or EngineConfig()
-    spec = (speculation or Speculation()) if draft else PLAIN
+    spec = tree_shape(draft, speculation)
+    max_context = min(model.cfg.max_context, engine.max_context or model.cfg.max_context)
     num_pages = engine.num_pages
     if num_pages is None:
-        tokens = min(model.cfg.max_context, DEFAULT_TOKENS) + spec.top_k * spec.depth
-        num_pages = engine.max_slots * -(-tokens // engine.page_size)
+        lengths = [min(max_context, DEFAULT_TOKENS)] * engine.max_slots
+        num_pages = pages_for(lengths, engine.page_size, spec.lookahead, engine.max_slots)
     static = Static(
         cfg=model.cfg,
         method=draft.method if draft else Nothing(),
@@ -95,8 +117,24 @@ def build(
         prefill_chunk=engine.prefill_chunk,
         record=record,
     )
+    check_memory(model, num_pages, engine.page_size)
     pool = PoolShape(num_pages, engine.page_size, model.params.embed.dtype, model.params.embed.device)
-    return Program(static=static, max_slots=engine.max_slots, pool=pool)
+    return Program(static=static, max_slots=engine.max_slots, max_context=max_context, pool=pool)
+
+
+def check_memory(model: model.Model, num_pages: int, page_size: int) -> None:
+    """Errors: ValueError for a pool of the target's KV that is larger than the device's memory."""
+    cfg, weight = model.cfg, model.params.embed
+    size = num_pages * page_size * 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * weight.element_size()
+    if weight.is_cuda:
+        memory = torch.cuda.mem_get_info(weight.device)[1]
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        raise ValueError(
+            f"num_pages: {num_pages} pages of {page_size} take {size / 2**30:.1f} GiB, "
+            f"the device has {memory / 2**30:.1f} GiB"
+        )
 
 
 def pick_attend(engine: EngineConfig, model: model.Model) -> Attend:
@@ -105,7 +143,7 @@ def pick_attend(engine: EngineConfig, model: model.Model) -> Attend:
     Errors: ValueError for a backend that this model's device cannot run.
     """
     if engine.attend == "flashinfer":
-        raise ValueError("attend='flashinfer' is not there yet; this version has sdpa and canonical")
+        raise ValueError("attend='flashinfer' is not implemented; this version has sdpa and canonical")
     if engine.attend == "canonical" and model.cfg.gemm != "canonical":
         raise ValueError(
             f"attend='canonical' needs a model on CUDA with gemm 'canonical', this one is on "
@@ -121,6 +159,7 @@ class Program:
 
     static: Static
     max_slots: int
+    max_context: int  # tokens of one request, prompt included
     pool: PoolShape
 
     @property
@@ -130,12 +169,12 @@ class Program:
     @property
     def lookahead(self) -> int:
         """Storage positions past the pending token that a round may write."""
-        return self.static.speculation.top_k * self.static.speculation.depth
+        return self.static.speculation.lookahead
 
     @property
     def capacity(self) -> int:
         """Most tokens of one request, prompt included: by the context, and by a round with the pool to itself."""
-        return min(self.static.cfg.max_context, self.pool.num_pages * self.page_size - self.lookahead + 1)
+        return max(0, min(self.max_context, self.pool.num_pages * self.page_size - self.lookahead + 1))
 
     def init(self) -> State:
         """Empty slots over an empty pool."""
@@ -147,17 +186,27 @@ class Program:
             draft=self.static.method.init(self.pool, self.max_slots, self.static.speculation.depth + 1),
         )
 
-    def fits(self, tokens: int) -> str:
-        """Why a prompt of so many tokens can never run here, or ""."""
-        if tokens >= self.static.cfg.max_context:
-            return f"its {tokens} tokens leave no room in the model's context of {self.static.cfg.max_context}"
+    def clear(self, state: State, put: Write = put) -> State:
+        """`init` over the buffers of a state: its pools stay as they are, since nothing refers to their pages."""
+        table = state.slots.page_table
+        return State(
+            pages=pages.init(self.pool.num_pages, self.pool.device),
+            pools=state.pools,
+            slots=slots.init(self.max_slots, self.capacity, table.shape[1], self.pool.device),
+            draft=replace(state.draft, feature=torch.zeros_like(state.draft.feature)),
+        )
+
+    def misfit(self, tokens: int) -> str | None:
+        """Why a prompt of so many tokens can never run here; None where it can."""
+        if tokens >= self.max_context:
+            return f"its {tokens} tokens leave no room in the context of {self.max_context}"
         need = -(-(tokens + 1 + self.lookahead) // self.page_size)
         if need > self.pool.num_pages:
             return (
                 f"its {tokens} tokens need {need} pages of {self.page_size} with a look-ahead of {self.lookahead}, "
                 f"the pool has {self.pool.num_pages}"
             )
-        return ""
+        return None
 
     def insert(
         self,
@@ -179,34 +228,40 @@ class Program:
         prompt = self._check(state, slot, tokens, request, emitted)
         limit, stop_ids = self.ends(prompt, request)
         state = replace(state, slots=slots.insert(state.slots, slot, tokens, emitted, limit, stop_ids, request))
-        return state if share is None else self._share(state, slot, share, prompt - 1, put)
+        return state if share is None else self._share(state, slot, share, schedule.shared_tokens(prompt), put)
 
     def ends(self, prompt: int, request: Sampling) -> tuple[int, tuple[int, ...]]:
-        """Where a request with a prompt of so many tokens ends: at a total of tokens, or behind one of the stop ids."""
+        """Where a request with a prompt of so many tokens ends: at a total of tokens, or after one of the stop ids."""
         stop_ids = (*request.stop_ids, *(() if request.ignore_eos else self.static.cfg.eos_ids))
         return min(prompt + request.max_tokens, self.capacity), stop_ids
 
     def check_request(self, request: Sampling) -> None:
         """Errors: ValueError for sampling parameters that are out of range or that this engine cannot serve."""
+        if not isinstance(request, Sampling):
+            raise ValueError(f"sampling must be of class Sampling, got {request!r}")
         request.validate()
+        for token in request.stop_ids:
+            if token >= self.static.cfg.vocab_size:
+                raise ValueError(f"stop_ids: {token} is not in the vocabulary of {self.static.cfg.vocab_size}")
         ids = len(request.stop_ids) + len(self.static.cfg.eos_ids)
         if ids > slots.MAX_STOP_IDS:
             raise ValueError(f"stop_ids and the model's EOS ids are {ids}, at most {slots.MAX_STOP_IDS} fit")
         if self.static.speculation.coupled and request.rule != "exact":
             raise ValueError(f"rule {request.rule!r} has no closed form with coupled proposals; use coupled=False")
 
+    def _check_slot(self, slot: int) -> None:
+        if type(slot) is not int or not 0 <= slot < self.max_slots:
+            raise ValueError(f"slot must be an integer from 0 to {self.max_slots - 1}, got {slot!r}")
+
     def _check(self, state: State, slot: int, tokens: list[int], request: Sampling, emitted: int) -> int:
         self.check_request(request)
-        if not 0 <= slot < self.max_slots:
-            raise ValueError(f"slot is {slot}, the engine has {self.max_slots}")
+        self._check_slot(slot)
+        check_tokens(tokens, self.static.cfg.vocab_size)
         if bool(state.slots.active[slot]):
             raise ValueError(f"slot {slot} holds a request; evict it first")
         if emitted < 0 or len(tokens) - emitted < 1:
             raise ValueError(f"a prompt is empty: {len(tokens)} tokens of which {emitted} emitted")
-        wrong = [t for t in tokens if not 0 <= t < self.static.cfg.vocab_size]
-        if wrong:
-            raise ValueError(f"tokens holds {wrong[0]}, the vocabulary has {self.static.cfg.vocab_size}")
-        if reason := self.fits(len(tokens) - emitted):
+        if reason := self.misfit(len(tokens) - emitted):
             raise ValueError(f"the prompt can never fit: {reason}")
         return len(tokens) - emitted
 
@@ -239,8 +294,7 @@ class Program:
 
     def evict(self, state: State, slot: int, put: Write = put) -> State:
         """Empty a slot and drop its references to pages."""
-        if not 0 <= slot < self.max_slots:
-            raise ValueError(f"slot is {slot}, the engine has {self.max_slots}")
+        self._check_slot(slot)
         s, held = slots.evict(state.slots, slot)
         return replace(state, slots=s, pages=pages.free(state.pages, held))
 

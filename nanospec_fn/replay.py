@@ -31,15 +31,17 @@ def add_parser(commands: "argparse._SubParsersAction[arguments.Parser]") -> None
     change = parser.add_argument_group("counterfactuals, one at a time")
     change.add_argument("--alpha", type=float, metavar="A", help="rule power with this exponent")
     change.add_argument("--tau", type=float, metavar="P", help="rule relaxed: accept from this probability on")
-    change.add_argument("--accept-topk", type=int, metavar="K", help="rule relaxed: or among the K most probable")
+    change.add_argument(
+        "--accept-topk", type=arguments.positive, metavar="K", help="rule relaxed: or among the K most probable"
+    )
     change.add_argument("--spec-depth", type=arguments.positive, metavar="D", help="no more than D levels")
     change.add_argument("--spec-topk", type=arguments.positive, metavar="K", help="no more than K nodes a level")
     parser.add_argument("--json", action="store_true", help="one JSON object, with every round")
     parser.set_defaults(run=functools.partial(run, parser))
 
 
-def question(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Change | None:
-    """The counterfactual that is asked for; exits with code 2 and the option's name where one is wrong."""
+def question(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[str, Change | None]:
+    """The option and the counterfactual it asks for; exits with code 2 and the option's name where one is wrong."""
     relaxed = args.tau is not None or args.accept_topk is not None
     asked = {"--alpha": args.alpha is not None, "--tau/--accept-topk": relaxed}
     asked |= {"--spec-depth": args.spec_depth is not None, "--spec-topk": args.spec_topk is not None}
@@ -47,37 +49,40 @@ def question(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Chang
     if len(named) > 1:
         parser.error(f"argument {named[1]}: not allowed with {named[0]}")
     if args.spec_depth or args.spec_topk:
-        return Change(depth=args.spec_depth, top_k=args.spec_topk)
+        return named[0], Change(depth=args.spec_depth, top_k=args.spec_topk)
     if not named:
-        return None
+        return "", None
     alpha = 1.0 if args.alpha is None else args.alpha
     tau, top_k = 1.0 if args.tau is None else args.tau, args.accept_topk or 0
     rule = "relaxed" if relaxed else "power"
     options = {"rule": (named[0], rule), "alpha": ("--alpha", alpha)}
     options |= {"tau": ("--tau", tau), "accept_top_k": ("--accept-topk", top_k)}
     arguments.checked(parser, functools.partial(ns.Sampling, temperature=1.0), options)
-    return Change(rule=rule, alpha=alpha, tau=tau, accept_top_k=top_k)
+    return named[0], Change(rule=rule, alpha=alpha, tau=tau, accept_top_k=top_k)
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """`replay`; the exit code."""
-    change = question(parser, args)
+    option, change = question(parser, args)
     try:
         found = trace.read(args.file)
-        outcomes = [] if change is None else counterfactual(found, change)
     except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
+        parser.error(f"argument FILE: {error}")
+    try:
+        outcomes = [] if change is None else counterfactual(found, change)
+    except ValueError as error:
+        parser.error(f"argument {option}: {error}")
     if change is not None:
         report = summary(found, change, outcomes)
         print(arguments.json_line(report) if args.json else "\n".join(lines(report)))
         return 0
     wrong, largest = verify(found)
     report = {"rounds": len(found.rounds), "requests": len(found.header.requests), "cut": found.cut}
-    report |= {"equal": not wrong, "largest_difference": largest, "differences": wrong}
+    report |= {"unfinished": found.unfinished, "equal": not wrong, "largest_difference": largest, "differences": wrong}
     if args.json:
         print(arguments.json_line(report))
     else:
-        how = f"equal to {largest:.1e} nats" if largest else "equal as bits"
+        how = f"equal to {largest:.1e} nats" if largest else "equal bit for bit"
         print(_title(report))
         print(*_list(wrong), f"{len(wrong)} DIFFERENT" if wrong else f"decisions equal, both log-probs {how}", sep="\n")
     return int(bool(wrong))
@@ -97,6 +102,7 @@ def summary(found: trace.Trace, change: Change, outcomes: Sequence[Outcome]) -> 
         "requests": len(found.header.requests),
         "rounds": len(outcomes),
         "cut": found.cut,
+        "unfinished": found.unfinished,
         "recorded": _means([o.recorded for o in answered]),
         "changed": _means([o.changed for o in answered if o.changed]),
         "same": sum(o.same for o in outcomes),
@@ -159,8 +165,11 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def _title(report: dict[str, Any]) -> str:
-    cut = "; the file was cut off" if report["cut"] else ""
-    return f"{report['rounds']} rounds of {report['requests']} requests{cut}"
+    cut = "; the last line is not whole" if report["cut"] else ""
+    open_ = report["unfinished"]
+    shown = ", ".join(map(str, open_[:SHOWN])) + (", ..." if len(open_) > SHOWN else "")
+    end = f"; not ended in the file: request{'s' * (len(open_) > 1)} {shown}" if open_ else ""
+    return f"{report['rounds']} rounds of {report['requests']} requests{cut}{end}"
 
 
 def _list(items: Sequence[str]) -> list[str]:

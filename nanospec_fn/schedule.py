@@ -15,7 +15,6 @@ class Config:
     """The pool's shape. Source: ns.EngineConfig."""
 
     max_slots: int
-    page_size: int = 16
     prefill_chunk: int = 512  # most prompt tokens per slot and step
 
 
@@ -25,7 +24,7 @@ class Request:
 
     index: int  # the driver's name for it
     length: int  # prompt tokens
-    group: int  # equal for equal prompts, whose full pages are shared
+    group: int  # equal for equal prompts, whose KV is shared
     emitted: int = 0  # tokens emitted so far; recomputed after a preemption
     age: int = -1  # rank of the first admission, lower is older; -1: never admitted
 
@@ -60,11 +59,10 @@ class Events:
     """What happened since the last plan, by request index. Requests that have left are ignored."""
 
     arrived: tuple[Request, ...] = ()
-    prefilled: tuple[tuple[int, int], ...] = ()  # (request, prompt tokens done)
+    prefilled: tuple[tuple[int, int], ...] = ()  # (request, tokens still to prefill)
     emitted: tuple[tuple[int, int], ...] = ()  # (request, new tokens), the prefill's own token counted
     refused: tuple[int, ...] = ()  # the step's page allocation failed: the request paused
     finished: tuple[int, ...] = ()
-    aborted: tuple[int, ...] = ()  # ctrl-C aborts every live request
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Insert:
 
     request: int
     slot: int
-    share: int | None  # a slot that holds the whole prompt's KV: take its pages for `shared_tokens(...)` tokens
+    share: int | None  # a slot that holds the whole prompt's KV: take over `shared_tokens(length)` of it
     emitted: int  # > 0: a recompute, which emits nothing again
 
 
@@ -94,12 +92,12 @@ def bucket(n: int, most: int) -> int:
     return min(1 << max(n - 1, 0).bit_length(), most)
 
 
-def shared_tokens(length: int, page_size: int) -> int:
-    """Tokens of an equal prompt whose pages are shared: whole pages, the last token's page always private.
+def shared_tokens(length: int) -> int:
+    """Tokens of an equal prompt whose KV is taken over: all but the last.
 
-    The draft's KV at the last prompt position depends on the first sampled token (design.md section 3).
+    The draft's KV at the last prompt position depends on the first sampled token.
     """
-    return max(length - 1, 0) // page_size * page_size
+    return length - 1
 
 
 def plan(config: Config, state: HostState, events: Events) -> tuple[HostState, Plan]:
@@ -141,8 +139,7 @@ def plan(config: Config, state: HostState, events: Events) -> tuple[HostState, P
 
 def _take_in(state: HostState, events: Events) -> tuple[HostState, tuple[int, ...]]:
     """Update the books; the slots of requests that left are free."""
-    done, emitted = dict(events.prefilled), dict(events.emitted)
-    gone = {*events.finished, *events.aborted}
+    left, emitted, gone = dict(events.prefilled), dict(events.emitted), set(events.finished)
 
     def count(request: Request) -> Request:
         new = emitted.get(request.index, 0)
@@ -151,7 +148,7 @@ def _take_in(state: HostState, events: Events) -> tuple[HostState, tuple[int, ..
     queue = tuple(count(r) for r in (*state.queue, *events.arrived) if r.index not in gone)
     stay = tuple(r for r in state.running if r.request.index not in gone)
     freed = tuple(r.slot for r in state.running if r.request.index in gone)
-    running = tuple(Running(count(r.request), r.slot, max(r.left - done.get(r.request.index, 0), 0)) for r in stay)
+    running = tuple(Running(count(r.request), r.slot, left.get(r.request.index, r.left)) for r in stay)
     return replace(state, queue=queue, running=running, hold=state.hold and not freed), freed
 
 
@@ -183,7 +180,7 @@ def _admit(config: Config, state: HostState) -> tuple[HostState, tuple[Insert, .
         # The last emitted token is the pending one: it has no KV yet.
         left = request.length + max(request.emitted - 1, 0)
         if donor is not None:
-            left -= shared_tokens(request.length, config.page_size)
+            left -= shared_tokens(request.length)  # more, if no page was left for a copy of the last page: see Events
         running.append(Running(request, slot, left))
     running.sort(key=lambda r: r.request.age)
     queue = (*waiting, *state.queue[len(insert) + len(waiting) :])

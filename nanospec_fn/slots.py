@@ -21,7 +21,7 @@ class Slots:
 
     active: Tensor  # [B] bool, holds a request
     done: Tensor  # [B] int32, RUNNING, STOP or LENGTH
-    tokens: Tensor  # [B, C + 1] int32, by position; the last column takes the writes that stand for nothing
+    tokens: Tensor  # [B, C + 1] int32, by position; the last column takes the writes of padding
     total: Tensor  # [B] int32, tokens known
     length: Tensor  # [B] int32, positions committed
     prefill_to: Tensor  # [B] int32, positions that prefill covers

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanospec_fn import attention, draft, model, pages, sampling, slots, trees
+from nanospec_fn import acceptance, attention, draft, model, pages, slots, trees
+from nanospec_fn.acceptance import Evidence, Verdict
 from nanospec_fn.attention import DEAD, Attend, Rows
 from nanospec_fn.draft import Speculation
 from nanospec_fn.pages import Pages, Write
-from nanospec_fn.sampling import Evidence, Verdict
 from nanospec_fn.slots import Slots
 from nanospec_fn.struct import put, replace, state
 from nanospec_fn.trees import Tree
@@ -30,7 +30,7 @@ from nanospec_fn.trees import Tree
 
 @dataclass(frozen=True)
 class Static:
-    """What a step is compiled for, so to speak: everything hashable that its arithmetic depends on."""
+    """What a step is specialised to: everything hashable that its arithmetic depends on."""
 
     cfg: model.Config
     method: draft.Method
@@ -102,7 +102,7 @@ def prefill(
     first = (n > 0) & (s.length == s.prefill_to) & ~s.silent
     last = draft.rows_at(x.view(*rows.token.shape, -1), (n - 1).clamp_min(0)[:, None])
     logits = model.logits(params.target, static.cfg, last[:, 0])[:, None]
-    tree = draft.empty_trees(len(n), 0, n.device)
+    tree = trees.init_all(len(n), 0, n.device)
     evidence, verdict = _judge(static, logits, tree, s, depth=0)
     s, info = _emit(static, s, tree, evidence, verdict, first, ok)
     return _put_back(replace(state, pages=free, pools=pools), slot, s, carried), info
@@ -130,7 +130,7 @@ def _round(
     static: Static, params: Params, state: State, slot: Tensor | None, spec: Speculation, put: Write
 ) -> tuple[State, Info]:
     s, carried = slots.take(state.slots, slot), draft.take(state.draft, slot)
-    live, ahead = slots.running(s), spec.top_k * spec.depth
+    live, ahead = slots.running(s), spec.lookahead
     free, s, ok = _reserve(static, state.pages, s, torch.where(live, s.total + ahead, 0), ahead)
     live = live & ok
 
@@ -162,9 +162,9 @@ def _run_target(
 
 
 def _judge(static: Static, logits: Tensor, tree: Tree, s: Slots, depth: int) -> tuple[Evidence, Verdict]:
-    """`sampling.accept` in its two parts: logits [b, R, V] of the root and of tree [b, N]."""
-    evidence = sampling.weigh(logits, tree, s.controls, s.total, full=static.record)
-    return evidence, sampling.decide(evidence, tree, s.controls, depth)
+    """`acceptance.accept` in its two parts: logits [b, R, V] of the root and of tree [b, N]."""
+    evidence = acceptance.weigh(logits, tree, s.controls, s.total, full=static.record)
+    return evidence, acceptance.decide(evidence, tree, s.controls, depth)
 
 
 def _commit(

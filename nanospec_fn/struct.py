@@ -21,7 +21,7 @@ class DonatedError(RuntimeError):
 
 
 def static(**kwargs: Any) -> Any:
-    """A field of a `@state` class that is hashable and no tensor."""
+    """A field of a `@state` class that is hashable and not a tensor."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 

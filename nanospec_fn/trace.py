@@ -21,14 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanospec_fn import model, sampling
+from nanospec_fn import model
+from nanospec_fn.acceptance import Evidence
 from nanospec_fn.draft import Speculation
-from nanospec_fn.sampling import Controls, Evidence, Sampling
+from nanospec_fn.sampling import Sampling
 from nanospec_fn.trees import Tree
 
 FORMAT, VERSION = "nanospec-trace", 1
 FINISHED = ("stop", "length")
 INT32 = 2**31
+TOLERANCE = 1e-4  # by which sums of fp32 figures may miss what they add up to
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,16 @@ class File:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
                 raise ValueError(f"{name} must be an integer from 0 to 2^63 - 1, got {value!r}")
-        path = Path(self.path)
+        if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
+            raise ValueError(f"trace must be a path or a trace.File, got {self.path!r}")
+        try:
+            path = Path(self.path)
+            path.exists()
+            os.access(path, os.W_OK)
+        except (OSError, TypeError, ValueError) as error:  # a name that is too long, bytes, NUL
+            raise ValueError(f"trace {self.path!r} cannot be a file: {error}") from None
         if not path.parent.is_dir():
-            raise FileNotFoundError(f"trace {path}: no folder {path.parent}")
+            raise FileNotFoundError(f"trace {path}: no such folder: {path.parent}")
         if path.is_dir():
             raise ValueError(f"trace {path} is a folder")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -73,7 +83,7 @@ class Header:
     version: int
     model: str  # its name as it was loaded
     config: str  # `fingerprint` of its config
-    draft: str | None  # the drafting method's class
+    draft: str | None  # the drafting method's `name`
     speculation: Speculation | None
     engine: dict[str, int | str]  # sizes, and the arithmetic the figures come from: attend, device, dtype, torch, cpu
     policy_version: int
@@ -136,9 +146,11 @@ class Trace:
     rounds: list[Round]
     cut: bool  # the last line was not whole and is left out
 
-    def controls(self, rounds: Sequence[Round]) -> Controls:
-        """[b], one slot per round."""
-        return sampling.controls([self.header.requests[r.request].sampling for r in rounds])
+    @property
+    def unfinished(self) -> list[int]:
+        """Requests whose end is not in the file: the run was stopped, or last lines are lost."""
+        ended = {r.request for r in self.rounds if r.finish_reason}
+        return [i for i in range(len(self.header.requests)) if i not in ended]
 
 
 def fingerprint(cfg: model.Config) -> str:
@@ -163,7 +175,7 @@ def to_host(tree: Tree, evidence: Evidence) -> list[tuple[Nodes, Rows]]:
 
 
 def to_evidence(rounds: Sequence[Round]) -> tuple[Evidence, Tree]:
-    """Rounds with equally many nodes -> what `sampling.decide` takes, [b, N] and [b, R], the same bits as recorded."""
+    """Rounds with equally many nodes -> what `acceptance.decide` takes, [b, N] and [b, R], with the recorded bits."""
 
     def ints(values: list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32).view(len(rounds), -1)
@@ -192,22 +204,12 @@ def to_evidence(rounds: Sequence[Round]) -> tuple[Evidence, Tree]:
     return evidence, tree
 
 
-def path_of(nodes: Nodes, tokens: Sequence[int]) -> list[int]:
-    """The nodes that a path of tokens from the root runs through."""
-    path: list[int] = []
-    for token in tokens:
-        above = path[-1] if path else Tree.ROOT
-        siblings = zip(nodes.token, nodes.parent, nodes.depth, strict=True)
-        path.append([t == token and p == above and d > 0 for t, p, d in siblings].index(True))
-    return path
-
-
 class Writer:
-    """Appends rounds to a file that `create` began, each whole line flushed. A context manager."""
+    """Appends rounds to a file that `create` began, each line at once. A context manager."""
 
     def __init__(self, file: File):
         self.file = file
-        self._out = open(file.path, "a", encoding="ascii")  # noqa: SIM115
+        self._out = open(file.path, "ab", buffering=0)  # noqa: SIM115
 
     def __enter__(self) -> "Writer":
         return self
@@ -217,8 +219,9 @@ class Writer:
 
     def write(self, record: Round) -> None:
         """Errors: ValueError for a number that is not finite, OSError."""
-        self._out.write(_line(record))
-        self._out.flush()
+        line = _line(record).encode("ascii")
+        while line:  # a disk that fills up takes a part
+            line = line[self._out.write(line) :]
 
 
 def create(file: File, header: Header) -> None:
@@ -245,27 +248,35 @@ def _plain(value: Any) -> Any:
 def read(path: str | os.PathLike[str]) -> Trace:
     """A trace from its file; of one that was cut off, all whole rounds.
 
-    Errors: FileNotFoundError; ValueError naming the file and the line that is no part of a trace.
+    Errors: FileNotFoundError; ValueError naming the file and the line that does not belong to a trace.
     """
+    if not os.fspath(path):
+        raise ValueError("the path of a trace is empty")
     try:
         *lines, rest = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the path
+        raise ValueError(f"{os.fspath(path)!r}: {error}") from None
     if not lines:
-        raise ValueError(f"{path}: line 1: no whole header")
+        raise ValueError(f"{path}: line 1: the header is incomplete")
     raw = _load(lines[0], f"{path}: line 1")
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise ValueError(f"{path}: line 1: no header of a {FORMAT}")
+        raise ValueError(f"{path}: line 1: not the header of a {FORMAT}")
     if raw.get("version") != VERSION or raw["version"] is True:
-        raise ValueError(f"{path}: line 1: version {raw.get('version')!r} is unknown, this is version {VERSION}")
+        raise ValueError(f"{path}: line 1: version {raw.get('version')!r} is not supported (version {VERSION} is)")
     header = _parse(Header, raw, f"{path}: line 1")
-    for request in header.requests:
-        try:
-            request.sampling.validate()
-        except ValueError as error:
-            raise ValueError(f"{path}: line 1: {error}") from None
+    try:
+        for part in (header.speculation, *(r.sampling for r in header.requests)):
+            if part is not None:
+                part.validate()
+    except ValueError as error:
+        raise ValueError(f"{path}: line 1: {error}") from None
+    for i, r in enumerate(header.requests):
+        if not 1 <= r.prompt_tokens <= r.limit < INT32 or not all(0 <= x < INT32 for x in (r.index, *r.stop_ids)):
+            raise ValueError(f"{path}: line 1: request {i} has an index, a length or a stop id that is out of range")
     rounds = []
     for number, line in enumerate(lines[1:], start=2):
         where = f"{path}: line {number}"
@@ -278,7 +289,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
 
 def _load(line: bytes, where: str) -> Any:
     def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
+        raise ValueError(f"{constant} is not JSON")
 
     try:
         return json.loads(line, parse_constant=refuse)
@@ -299,7 +310,7 @@ def _parse(kind: Any, raw: Any, where: str) -> Any:
         fields = {f.name: f.type for f in dataclasses.fields(kind)}
         if not isinstance(raw, dict) or raw.keys() != fields.keys():
             keys = raw.keys() ^ fields.keys() if isinstance(raw, dict) else {"an object"}
-            raise ValueError(f"{where}: {kind.__name__} is missing or does not know {', '.join(sorted(keys))}")
+            raise ValueError(f"{where}: {kind.__name__} has missing or unknown keys: {', '.join(sorted(keys))}")
         return kind(**{name: _parse(type_, raw[name], f"{where}: {name}") for name, type_ in fields.items()})
     if origin in (list, tuple) and isinstance(raw, list):
         return origin(_parse(args[0], item, where) for item in raw)
@@ -307,10 +318,12 @@ def _parse(kind: Any, raw: Any, where: str) -> Any:
         return {key: _parse(args[1], item, where) for key, item in raw.items()}
     if kind is float and raw is None:
         return -math.inf
-    if kind is float and type(raw) in (int, float) and abs(raw) < 1e300:
+    if kind is float and type(raw) in (int, float):
+        if not abs(raw) <= LARGEST:  # JSON reads 1e400 as plus infinity
+            raise ValueError(f"{where}: {raw!r} is not a finite number of fp32")
         return float(raw)
     if type(raw) is not kind:
-        raise ValueError(f"{where}: {raw!r} is no {getattr(kind, '__name__', kind)}")
+        raise ValueError(f"{where}: {raw!r} is not of type {getattr(kind, '__name__', kind)}")
     return raw
 
 
@@ -319,21 +332,69 @@ def _inconsistent(r: Round, header: Header) -> str:
     nodes, rows, n = r.nodes, r.rows, len(r.nodes.token)
     if not 0 <= r.request < len(header.requests) or header.requests[r.request].sampling.seed != r.seed:
         return f"request {r.request} with seed {r.seed} is not in the header"
+    if (r.policy_version, r.draft_version) != (header.policy_version, header.draft_version):
+        return "policy_version or draft_version is not the header's"
+    prompt = header.requests[r.request].prompt_tokens
+    if r.position < prompt or r.prefill != (r.position == prompt):
+        return f"prefill is {r.prefill} at position {r.position}, the prompt has {prompt} tokens"
+    drafted = header.speculation.nodes if header.speculation and not r.prefill else 0
+    if n != drafted:
+        return f"it has {n} nodes where the header has {drafted}"
     for part, size in ((nodes, n), (rows, n + 1)):
         if any(len(column) != size for column in vars(part).values()):
             return f"{type(part).__name__.lower()} are not {size} everywhere"
     emitted = {len(r.tokens), len(r.target_logp), len(r.behaviour_logp), len(r.origin)}
     if len(emitted) > 1 or not r.tokens or len(r.path) > len(r.tokens):
         return "tokens, their log-probs and path differ in length"
-    ints = [r.position, *r.tokens, *nodes.token, *nodes.rank, *rows.token, *rows.rest]
-    if not all(-1 <= x < INT32 for x in ints):
+    ints = [r.position, *nodes.token, *nodes.rank, *rows.token, *rows.rest]
+    if not all(-1 <= x < INT32 for x in ints) or not all(0 <= x < INT32 for x in r.tokens):
         return "a token, rank or position is out of range"
     if not all(0 < u < 1 for u in nodes.accept):
         return "an accept draw is not between 0 and 1"
-    for i, (parent, depth) in enumerate(zip(nodes.parent, nodes.depth, strict=True)):
-        above = 0 if parent == Tree.ROOT else nodes.depth[parent] if 0 <= parent < i else None
-        if depth != 0 and (above is None or depth != above + 1 or (parent != Tree.ROOT and above == 0)):
+    if r.step < 0 or "step" not in r.ms or min(r.ms.values()) < 0 or r.finish_reason not in (None, *FINISHED):
+        return "step, ms or finish_reason is not what a round can have"
+    return _wrong_tree(nodes, r.path) or _wrong_mass(r)
+
+
+def _wrong_tree(nodes: Nodes, path: Sequence[int]) -> str:
+    """What makes nodes no tree of distinct siblings with falling scores, or `path` no path in it, or ""."""
+    seen = set()
+    for i, (token, parent, depth) in enumerate(zip(nodes.token, nodes.parent, nodes.depth, strict=True)):
+        if (token, parent, depth) == (Tree.NONE, Tree.ROOT, 0):
+            continue
+        hangs = parent == Tree.ROOT or (0 <= parent < i and nodes.depth[parent] > 0)
+        level, above = (nodes.depth[parent], nodes.score[parent]) if hangs and parent != Tree.ROOT else (0, 0.0)
+        if not hangs or depth != level + 1:
             return f"node {i} does not hang below its parent"
-    if r.finish_reason not in (None, *FINISHED) or (r.prefill and n):
-        return "finish_reason or prefill is not what a round can have"
+        if token < 0 or (parent, token) in seen:
+            return f"node {i} has a sibling's token, or none"
+        seen.add((parent, token))
+        logp, score = nodes.draft_logp[i], above + nodes.draft_logp[i]
+        if not -math.inf < logp <= TOLERANCE or not abs(nodes.score[i] - score) <= TOLERANCE * max(1, abs(score)):
+            return f"node {i} has draft_logp {logp!r} and score {nodes.score[i]!r}, its parent {above!r}"
+    steps = zip((Tree.ROOT, *path), path, strict=False)
+    if all(0 <= i < len(nodes.token) and nodes.depth[i] > 0 and nodes.parent[i] == above for above, i in steps):
+        return ""
+    return f"path {[*path]} does not run through the tree"
+
+
+def _wrong_mass(r: Round) -> str:
+    """Which log-probs no distribution has, or ""."""
+    nodes, rows = r.nodes, r.rows
+    emitted = (*r.target_logp, *r.behaviour_logp)
+    if not all(x <= TOLERANCE for x in (*emitted, *nodes.target_logp, *rows.logp, *rows.rest_logp, *rows.rest_mass)):
+        return "a log-prob is above 0"
+    if -math.inf in emitted:
+        return "an emitted token has probability 0"
+    masses = [[mass] for mass in rows.rest_mass]
+    for parent, depth, logp in zip(nodes.parent, nodes.depth, nodes.target_logp, strict=True):
+        if depth > 0:
+            masses[parent + 1].append(logp)
+    for row, mass in enumerate(masses):
+        if row and nodes.depth[row - 1] == 0:
+            continue  # of an absent node: nothing rests on it
+        if rows.logp[row] == -math.inf or (rows.rest_mass[row] > -math.inf and rows.rest_logp[row] == -math.inf):
+            return f"row {row} drew a token of probability 0"
+        if not abs(math.fsum(math.exp(x) for x in mass) - 1) <= TOLERANCE:
+            return f"row {row}'s candidates and rest_mass do not add up to 1"
     return ""

@@ -8,23 +8,30 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from nanospec_fn.struct import state
+from nanospec_fn.filters import lowest_argmax
+from nanospec_fn.struct import replace, state
 
 WIDEST = 8  # nodes per level that the GPU's kernel takes: it compares all pairs of k * k candidates
 
 
 @state
 class Tree:
-    """One slot's draft tree; an absent node has token NONE, parent ROOT, depth 0 and both log-probs -inf."""
+    """One slot's draft tree; an absent node has token NONE, parent ROOT, depth 0 and both log-probs -inf.
+
+    `logp` is at most 0 and orders a row's candidates. A model draft's is its log-prob of the token given its path; with
+    coupled proposals and a temperature it is the log-softmax of the tempered logits plus the target's Gumbel noise;
+    ngram has no probabilities: minus the match's rank where its chain starts, 0 further down.
+    """
 
     NONE: ClassVar[int] = -1  # in `token`
-    ROOT: ClassVar[int] = -1  # in `parent`: the slot's last committed token, which is no node
+    ROOT: ClassVar[int] = -1  # in `parent`: the slot's last committed token, which is not a node
 
     token: Tensor  # [N] int32, target vocabulary
     parent: Tensor  # [N] int32, node
     depth: Tensor  # [N] int32, 1 for the root's children
-    logp: Tensor  # [N] fp32, nats, the draft's log-prob of the token given its path
+    logp: Tensor  # [N] fp32, nats, ranks siblings; what it is depends on the draft, see above
     score: Tensor  # [N] fp32, nats, the sum of logp along the path
 
 
@@ -43,9 +50,9 @@ def init(num_nodes: int, device: torch.device | str = "cpu") -> Tree:
     )
 
 
-def level(tree: Tree, depth: int, top_k: int) -> Tree:
-    """The k nodes at `depth` (from 1) of an unpruned tree; their parents are still numbered in the whole tree."""
-    return _take(tree, torch.arange((depth - 1) * top_k, depth * top_k, device=tree.token.device))
+def init_all(b: int, num_nodes: int, device: torch.device | str = "cpu") -> Tree:
+    """`init` for a batch: [b, num_nodes]."""
+    return pytree.tree_map(lambda x: x.expand(b, -1), init(num_nodes, device))
 
 
 def expand(tree: Tree, depth: int, token: Tensor, logp: Tensor) -> Tree:
@@ -61,7 +68,7 @@ def expand(tree: Tree, depth: int, token: Tensor, logp: Tensor) -> Tree:
         The tokens of one row are distinct. NONE marks an absent candidate.
       logp: [m, k], nats, at most 0; -inf marks an absent candidate too.
     Returns: the tree with nodes (depth - 1) * k .. depth * k - 1 replaced. A level node's row in `token` is
-      `parent_row(level(...), depth, top_k)`.
+      `parent_row(the level's nodes, depth, top_k)`.
     """
     m, k = token.shape
     first = (depth - 2) * k  # of the level above
@@ -74,7 +81,7 @@ def expand(tree: Tree, depth: int, token: Tensor, logp: Tensor) -> Tree:
     score = above[:, None] + logp
     present = (token != Tree.NONE) & (score > -torch.inf)
     score = score.masked_fill(~present, -torch.inf).flatten()
-    greedy = _lowest_argmax(logp[0].masked_fill(~present[0], -torch.inf))
+    greedy = lowest_argmax(logp[0].masked_fill(~present[0], -torch.inf))
     is_greedy = torch.arange(m * k, device=token.device) == greedy
     best = score.masked_fill(is_greedy, torch.inf).sort(descending=True, stable=True).indices[:k]
 
@@ -89,17 +96,7 @@ def expand(tree: Tree, depth: int, token: Tensor, logp: Tensor) -> Tree:
         score=score[best],
     )
     low, high = (depth - 1) * k, depth * k
-
-    def splice(old: Tensor, part: Tensor) -> Tensor:
-        return torch.cat((old[:low], part, old[high:]))
-
-    return Tree(
-        token=splice(tree.token, new.token),
-        parent=splice(tree.parent, new.parent),
-        depth=splice(tree.depth, new.depth),
-        logp=splice(tree.logp, new.logp),
-        score=splice(tree.score, new.score),
-    )
+    return pytree.tree_map(lambda old, part: torch.cat((old[:low], part, old[high:])), tree, new)
 
 
 def parent_row(nodes: Tree, depth: int, top_k: int) -> Tensor:
@@ -120,20 +117,15 @@ def prune(tree: Tree, num_nodes: int, top_k: int) -> Tree:
     present = tree.depth > 0
     value = tree.score.masked_fill(present & (order % top_k == 0), torch.inf)
     best = value.sort(descending=True, stable=True).indices[:num_nodes]
-    best = torch.where(present[best], best, n).sort().values  # n: absent, behind every node
+    best = torch.where(present[best], best, n).sort().values  # n: absent, after every node
     kept = best < n
     old = best.clamp_max(n - 1)
-    pruned = _take(tree, old)
+    pruned: Tree = pytree.tree_map(lambda x: x[old], tree)
     # A parent is kept, so its new index is its rank among the kept ones.
     parent = (best[None, :] < pruned.parent[:, None]).sum(-1)
+    parent = torch.where(pruned.parent == Tree.ROOT, Tree.ROOT, parent).to(torch.int32)
     none = init(best.shape[0], tree.token.device)
-    return Tree(
-        token=torch.where(kept, pruned.token, none.token),
-        parent=torch.where(kept & (pruned.parent != Tree.ROOT), parent, none.parent).to(torch.int32),
-        depth=torch.where(kept, pruned.depth, none.depth),
-        logp=torch.where(kept, pruned.logp, none.logp),
-        score=torch.where(kept, pruned.score, none.score),
-    )
+    return pytree.tree_map(lambda x, absent: torch.where(kept, x, absent), replace(pruned, parent=parent), none)
 
 
 def path(tree: Tree, node: Tensor, depth: int) -> Tensor:
@@ -150,11 +142,6 @@ def path(tree: Tree, node: Tensor, depth: int) -> Tensor:
         columns.append(torch.where(here, node, -1))
         node = torch.where(here, tree.parent[node.clamp_min(0).long()].to(node.dtype), node)
     return torch.stack(columns[::-1], dim=-1).to(torch.int32)
-
-
-def ancestors(tree: Tree, depth: int) -> Tensor:
-    """[N, D] int32: each node's path from depth 1 to itself, padded with -1. depth: D, at least the tree's."""
-    return path(tree, torch.arange(tree.token.shape[0], device=tree.token.device), depth)
 
 
 def expand_all(tree: Tree, depth: int, token: Tensor, logp: Tensor) -> Tree:
@@ -174,13 +161,3 @@ def paths_all(tree: Tree, first: int, count: int, depth: int) -> Tensor:
         return kernel.paths(tree.parent, tree.depth, first, count, depth)
     node = torch.arange(first, first + count, dtype=torch.int32, device=tree.token.device)
     return torch.func.vmap(lambda t: path(t, node, depth))(tree)
-
-
-def _take(tree: Tree, node: Tensor) -> Tree:
-    return Tree(tree.token[node], tree.parent[node], tree.depth[node], tree.logp[node], tree.score[node])
-
-
-def _lowest_argmax(x: Tensor) -> Tensor:
-    """The first index of the maximum of x [n]; argmax promises none in particular."""
-    n = x.shape[-1]
-    return torch.where(x == x.amax(-1, keepdim=True), torch.arange(n, device=x.device), n).amin(-1)

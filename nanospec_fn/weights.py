@@ -40,16 +40,16 @@ def load(name: str | os.PathLike[str] = "auto", device: str = "auto", dtype: str
       dtype: "fp32", "bf16" or "fp16" (or torch's names); "auto": bf16 on CUDA, else fp32.
     Errors: ValueError or FileNotFoundError that names the parameter, file, config key or tensor.
     """
+    name = model_name(name)
     where = pick_device(device)
     precision = pick_dtype(dtype, where)
-    name = os.fspath(name)
     if name == "auto":
         name = os.environ.get("NANOSPEC_MODEL") or "smollm2"
-    found = checkpoint.open_checkpoint(name)
-    cfg = config.parse(found.config, found.path)
-    params = build_target(found, cfg, where, precision)
+    source = checkpoint.open_checkpoint(name)
+    cfg = config.parse(source.config, source.path)
+    params = build_target(source, cfg, where, precision)
     cfg = dataclasses.replace(cfg, gemm=kernels.pick_gemm(where, precision))
-    tokenizer = chat.from_gguf(found.metadata) if found.metadata else chat.from_folder(found.path)
+    tokenizer = chat.from_gguf(source.metadata) if source.metadata else chat.from_folder(source.path)
     return model.Model(cfg, params, tokenizer, name)
 
 
@@ -60,10 +60,19 @@ def load_eagle(name: str | os.PathLike[str], target: model.Model) -> tuple[eagle
       name: a folder or hub id, in the original, the SGLang / SpecForge or the speculators form.
     Errors: as `load`; also ValueError for a head made for another target, naming both sizes.
     """
-    found = checkpoint.open_checkpoint(os.fspath(name))
-    cfg = config.parse_head(found.config, target.cfg, found.path)
-    tensors = {canonical_head_name(key): stored for key, stored in found.tensors.items()}
-    return cfg, build_head(tensors, found.config, cfg, target, found.path)
+    source = checkpoint.open_checkpoint(model_name(name))
+    cfg = config.parse_head(source.config, target.cfg, source.path)
+    tensors = {canonical_head_name(key): stored for key, stored in source.tensors.items()}
+    return cfg, build_head(tensors, source.config, cfg, target, source.path)
+
+
+def model_name(name: str | os.PathLike[str]) -> str:
+    """A model's name or path as text."""
+    if not isinstance(name, str | os.PathLike):
+        raise ValueError(f"model must be a name or a path, got {name!r}")
+    if not os.fspath(name):
+        raise ValueError("model is empty")
+    return os.fspath(name)
 
 
 def pick_device(name: str) -> torch.device:
@@ -112,9 +121,9 @@ def layer_parts(prefix: str, cfg: model.Config, width: int, raw: dict[str, Any])
     }
 
 
-def build_target(found: Checkpoint, cfg: model.Config, device: torch.device, dtype: torch.dtype) -> model.Params:
+def build_target(source: Checkpoint, cfg: model.Config, device: torch.device, dtype: torch.dtype) -> model.Params:
     """A target's weights, every tensor checked before the first is read."""
-    layers = [layer_parts(f"model.layers.{i}", cfg, cfg.hidden_size, found.config) for i in range(cfg.num_layers)]
+    layers = [layer_parts(f"model.layers.{i}", cfg, cfg.hidden_size, source.config) for i in range(cfg.num_layers)]
     table = (cfg.vocab_size, cfg.hidden_size)
     ends: dict[str, Parts] = {
         "embed": {"model.embed_tokens.weight": table},
@@ -125,12 +134,12 @@ def build_target(found: Checkpoint, cfg: model.Config, device: torch.device, dty
     for parts in (ends, *layers):
         for tensors in parts.values():
             expected |= tensors
-    check_tensors(found.tensors, expected, found.path, optional={"lm_head.weight": table} if cfg.tied else {})
-    if cfg.tied and "lm_head.weight" in found.tensors:
-        embed, head = (found.tensors[key].read() for key in ("model.embed_tokens.weight", "lm_head.weight"))
+    check_tensors(source.tensors, expected, source.path, optional={"lm_head.weight": table} if cfg.tied else {})
+    if cfg.tied and "lm_head.weight" in source.tensors:
+        embed, head = (source.tensors[key].read() for key in ("model.embed_tokens.weight", "lm_head.weight"))
         if not torch.equal(embed, head):
-            raise ValueError(f"{found.path}: tie_word_embeddings is true, but lm_head.weight is not the embedding")
-    read = reader(found.tensors, found.path, device, dtype)
+            raise ValueError(f"{source.path}: tie_word_embeddings is true, but lm_head.weight is not the embedding")
+    read = reader(source.tensors, source.path, device, dtype)
     return model.Params(
         **{name: read(parts) for name, parts in ends.items()},
         layers=tuple(model.Layer(**{name: read(parts) for name, parts in layer.items()}) for layer in layers),
@@ -214,7 +223,7 @@ def build_head(
     device, dtype = target.params.embed.device, target.params.embed.dtype
     read = reader(tensors, path, device, dtype)
     target_id = vocabulary_map(tensors, cfg, path).to(device)
-    whole = target.params.head if isinstance(target.params.head, Tensor) else target.params.embed
+    whole = model.output_head(target.params)
     head = read({} if "lm_head.weight" in borrowed else {"lm_head.weight": own["lm_head.weight"]})
     return eagle.HeadParams(
         **{name: read(parts) for name, parts in ends.items()},
@@ -226,7 +235,7 @@ def build_head(
 
 
 def vocabulary_map(tensors: Mapping[str, Stored], cfg: eagle.HeadConfig, path: Path) -> Tensor:
-    """[Vd] int64: the target's id of each draft token. d2t holds offsets; t2d, where it is there, must agree."""
+    """[Vd] int64: the target's id of each draft token. d2t holds offsets; t2d, if present, must agree."""
     target_id = torch.arange(cfg.draft_vocab_size)
     if "d2t" in tensors:
         target_id = target_id + tensors["d2t"].read().long()

@@ -1,4 +1,4 @@
-"""The exact law of one round, measured on `sampling.accept` as a black box.
+"""The exact law of one round, measured on `acceptance.accept` as a black box.
 
 Target and draft are Markov chains over a tiny vocabulary, so that a round depends on its root token alone. The law is
 found by forcing the named draws, never by repeating a rule's formula:
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nanospec_fn import sampling, trees
-from nanospec_fn.sampling import Controls, Draws, Sampling, Verdict
+from nanospec_fn import acceptance, sampling, trees
+from nanospec_fn.acceptance import Draws, Verdict
+from nanospec_fn.sampling import Controls, Sampling
 from nanospec_fn.trees import Tree
 
 FAR = 1e6  # noise that no log-prob outweighs
@@ -99,7 +100,7 @@ def _run(world: World, roots: list[int], draws: Draws) -> Verdict:
     one = sampling.controls([world.request])
     many: Controls = tree_map(lambda x: x.expand(len(roots)), one)
     tree = tree_map(lambda x: x[index], world.tree)
-    return sampling.accept(world.rows[index], tree, many, torch.zeros_like(index), world.depth, draws)
+    return acceptance.accept(world.rows[index], tree, many, torch.zeros_like(index), world.depth, draws)
 
 
 def _stack(draws: list[Draws]) -> Draws:
@@ -131,7 +132,8 @@ def _thresholds(world: World, slots: list[_Slot]) -> list[dict[int, float]]:
     for _ in range(STEPS):
         middle = (low + high) / 2
         draws.accept[lane, nodes] = middle
-        taken = _run(world, [slot.root for slot, _ in lanes], draws).taken[lane, nodes]
+        path = _run(world, [slot.root for slot, _ in lanes], draws).path
+        taken = (path == nodes[:, None]).any(1)
         low, high = torch.where(taken, middle, low), torch.where(taken, high, middle)
     low = torch.where(high == 1, 1.0, low)  # accepted by every draw below 1
     for (slot, node), t in zip(lanes, low.tolist(), strict=True):

@@ -114,7 +114,7 @@ class Machine:
 
     def arrive(self, prompt: tuple[int, ...], request: Sampling) -> None:
         """Refused if it can never fit, else in line. The capacity may cap its tokens."""
-        if self.program.fits(len(prompt)):
+        if self.program.misfit(len(prompt)):
             return
         most = self.program.capacity - len(prompt)
         request = replace(request, max_tokens=min(request.max_tokens, most))
@@ -384,7 +384,7 @@ def _carried(state: State) -> Any:
 
 
 def _live(state: State) -> Any:
-    """The state without what stands for nothing: sink, scratch columns and scratch entries."""
+    """The state without its scratch: the sink, scratch columns and scratch entries."""
     return (
         [pool[1:] for pool in (*state.pools, *state.draft.pools)],
         struct.replace(state.pages, stack=state.pages.stack[:-1]),

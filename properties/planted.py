@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanospec_fn import attention, draft, pages, sampling, slots, step, struct
+from nanospec_fn import acceptance, attention, draft, pages, slots, step, struct
 from nanospec_fn.program import Program
 
 
@@ -63,7 +63,7 @@ def tail_not_reserved(patch: pytest.MonkeyPatch) -> None:
 
 
 def pad_row_at_page_zero(patch: pytest.MonkeyPatch) -> None:
-    """A row that stands for nothing writes to the first position of its slot, in place of the sink (C07)."""
+    """A padding row writes to the first position of its slot, not to the sink (C07)."""
 
     def locate(original: Any, page_table: Any, position: Any, page_size: int) -> Any:
         return original(page_table, position.clamp_min(0), page_size)
@@ -72,7 +72,7 @@ def pad_row_at_page_zero(patch: pytest.MonkeyPatch) -> None:
 
 
 def pad_row_at_minus_one(patch: pytest.MonkeyPatch) -> None:
-    """A row that stands for nothing writes to page -1: in Python the pool's last one (C07)."""
+    """A padding row writes to page -1: in Python the pool's last one (C07)."""
 
     def locate(original: Any, page_table: Any, position: Any, page_size: int) -> Any:
         page, offset = original(page_table, position, page_size)
@@ -88,7 +88,7 @@ def key_by_batch_index(patch: pytest.MonkeyPatch) -> None:
         key = controls.key + torch.arange(len(controls.key))
         return original(logits, tree, struct.replace(controls, key=key), position, *args, **kwargs)
 
-    wrap(patch, sampling, "weigh", weigh)
+    wrap(patch, acceptance, "weigh", weigh)
 
 
 def noise_by_row(patch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def noise_by_row(patch: pytest.MonkeyPatch) -> None:
     def target_tokens(original: Any, logits: Any, logp: Any, key: Any, temperature: Any, position: Any) -> Any:
         return original(logits, logp, key, temperature, torch.arange(len(position)))
 
-    wrap(patch, sampling, "target_tokens", target_tokens)
+    wrap(patch, acceptance, "target_tokens", target_tokens)
 
 
 def shared_page_written(patch: pytest.MonkeyPatch) -> None:
@@ -163,11 +163,11 @@ def rows_depend_on_neighbours(patch: pytest.MonkeyPatch) -> None:
         nudge = 1 + 2**-22 if len(logits) > 2 else 1
         return original(logits * nudge, *args, **kwargs)
 
-    wrap(patch, sampling, "weigh", weigh)
+    wrap(patch, acceptance, "weigh", weigh)
 
 
 def bystanders_feature_lost(patch: pytest.MonkeyPatch) -> None:
-    """A round overwrites the carried feature of slots without a part in it: refused, or amid their prompt."""
+    """A round overwrites the carried feature of slots that sit it out: refused, or still in their prompt."""
     wrap(patch, draft, "observe", lambda original, *args: original(*args[:3], torch.ones_like(args[3])))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanospec_fn import draft_model, sampling, trees
-from nanospec_fn.draft import Draft, Nothing, Speculation, State, empty_trees
+from nanospec_fn.draft import Draft, Nothing, Speculation, State
 from nanospec_fn.filters import log_probs, target_tokens
 from nanospec_fn.model import Model, forward
 from nanospec_fn.sampling import Sampling
@@ -37,7 +37,7 @@ def model_draft(name: str) -> Draft | None:
     """ "none", "ngram", "frozen", "model" (one random layer) or "eagle" (a random head over half of the vocabulary)."""
     if name == "model":
         other = tiny.model("llama-3.1-8b", seed=1, num_hidden_layers=1, **SIZES)
-        return Draft(draft_model.ModelCopy(other.cfg), other.params)
+        return Draft(draft_model.LlamaDraft(other.cfg), other.params)
     if name == "eagle":
         cfg, params, _ = tiny.head(tiny.config("llama-3.1-8b", num_hidden_layers=3, **SIZES), target())
         return Draft(draft_model.Eagle3(cfg), params)
@@ -123,7 +123,7 @@ class Scripted(Nothing):
         self, params: Any, state: State, s: Slots, live: Tensor, spec: Speculation, attend: Any, put: Any
     ) -> tuple[State, Tree]:
         if not spec.depth:
-            return state, empty_trees(len(live), 0, live.device)
+            return state, trees.init_all(len(live), 0, live.device)
         rows = [self._tree(s, row, spec) if live[row] else trees.init(spec.nodes) for row in range(len(live))]
         names = ("token", "parent", "depth", "logp", "score")
         return state, Tree(*(torch.stack([getattr(row, name) for row in rows]) for name in names))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch.utils import _pytree as pytree
 
-from nanospec_fn import sampling, slots, struct, trees
+from nanospec_fn import acceptance, sampling, slots, struct, trees
 from nanospec_fn.draft import Draft, Speculation
 from nanospec_fn.sampling import Sampling
 from properties import reference
@@ -79,7 +79,7 @@ def prompts(draw: st.DrawFn, setup: Setup, paged: bool) -> tuple[int, ...]:
     lengths = {size + 1, size + 2, 2 * size, 2 * size + 1, 3 * size - 1, 62, 64}
     if not paged:
         lengths |= {1, 2, 5, max(1, size - 1), size}
-    fit = sorted(n for n in lengths if not setup.build().fits(n))
+    fit = sorted(n for n in lengths if not setup.build().misfit(n))
     return reference.prompt(draw(st.sampled_from(fit or [1])), draw(st.integers(0, 2)))
 
 
@@ -280,7 +280,7 @@ def test_a_slots_verdict_has_the_same_bits_alone(kind, spec, one_thread):
             logp, token = torch.log_softmax(2 * torch.randn(shape, generator=generator), -1).topk(spec.top_k)
             tree = torch.func.vmap(lambda t, i, p, d=depth: trees.expand(t, d, i, p))(tree, token, logp)
         controls, position = sampling.controls([request] * b), torch.arange(b) + 5
-        whole = sampling.accept(logits, tree, controls, position, spec.depth)
+        whole = acceptance.accept(logits, tree, controls, position, spec.depth)
         for slot in range(b):
             alone = pytree.tree_map(lambda x, slot=slot: x[slot : slot + 1], (logits, tree, controls, position, whole))
-            assert struct.bytes_equal(sampling.accept(*alone[:4], spec.depth), alone[4])
+            assert struct.bytes_equal(acceptance.accept(*alone[:4], spec.depth), alone[4])

@@ -82,7 +82,7 @@ def run(num_pages: int, steps: list[tuple[str, Any]]) -> tuple[pages.Pages, Mode
             if giver == taker or model.held[taker]:
                 continue
             ids = model.held[giver][:n]
-            # Padded as a page-table row is; what stands for nothing is skipped.
+            # Padded as a page-table row is; padding is skipped.
             pool = pages.share(pool, torch.tensor([*ids, SINK, NONE], dtype=torch.int32))
             model.held[taker] = ids
         else:
@@ -145,7 +145,7 @@ def test_check_names_what_is_wrong():
 
 
 def test_dead_and_outside_positions_go_to_the_sink():
-    """C07: -1 is no index; in Python it would be the last page."""
+    """C07: -1 is not an index; in Python it would be the last page."""
     table = torch.tensor([[5, 7, SINK]], dtype=torch.int32)
     page, offset = pages.locate(table, torch.tensor([[-1, 0, 3, 4, 8, 12, 999]]), 4)
     assert page.tolist() == [[SINK, 5, 5, 7, SINK, SINK, SINK]]

@@ -3,7 +3,7 @@
 `Device` obeys plans literally and checks that each is possible; it knows nothing of how the policy decides.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -64,7 +64,7 @@ class Device:
             donor = self.jobs[self.slots[insert.share]]  # KeyError: the donor is gone
             assert donor.group == job.group, "pages of another prompt"
             assert donor.left == 0, "the donor's prompt is not there yet"
-            job.left -= (job.prompt - 1) // self.config.page_size * self.config.page_size
+            job.left -= job.prompt - 1
             self.shared += 1
         if job.admissions == 0:
             self.first.append(insert.request)
@@ -83,13 +83,13 @@ def simulate(data: st.DataObject, config: Config, jobs: list[Job], refuse: bool,
     for _ in range(bound):
         count = data.draw(st.integers(0, len(unborn))) if late and unborn else len(unborn)
         arrived, unborn = tuple(unborn[:count]), unborn[count:]
-        aborted: tuple[int, ...] = ()
+        ended: tuple[int, ...] = ()
         live = [r.request.index for r in state.running] + [r.index for r in (*state.queue, *arrived)]
         if abort and live and data.draw(st.integers(0, 9)) == 0:
-            aborted = (data.draw(st.sampled_from(live)),)
+            ended = (data.draw(st.sampled_from(live)),)
         before = state
-        events = Events(arrived, events.prefilled, events.emitted, events.refused, events.finished, aborted)
-        gone |= {*events.finished, *events.aborted}
+        events = replace(events, arrived=arrived, finished=events.finished + ended)
+        gone |= {*events.finished}
         state, plan = schedule.plan(config, before, events)
         check_preemption(before, events, plan)
         prefilling, rounding = device.execute(plan)
@@ -109,7 +109,7 @@ def simulate(data: st.DataObject, config: Config, jobs: list[Job], refuse: bool,
 
 def check_preemption(before: HostState, events: Events, plan: schedule.Plan) -> None:
     """The only requests evicted before their end are the youngest, one a plan, and only upon a refusal."""
-    left = [r for r in before.running if r.request.index not in {*events.finished, *events.aborted}]
+    left = [r for r in before.running if r.request.index not in events.finished]
     extra = set(plan.evict) - {r.slot for r in before.running if r not in left}
     if extra:
         assert events.refused
@@ -147,7 +147,7 @@ def happen(
         if job.left:
             step = min(job.left, plan.chunk)
             job.left -= step
-            prefilled.append((index, step))
+            prefilled.append((index, job.left))
             if job.left or job.tokens:
                 continue  # a recompute emits nothing
             new = 1
@@ -163,7 +163,6 @@ def happen(
 configs = st.builds(
     Config,
     max_slots=st.integers(1, 6),
-    page_size=st.sampled_from([1, 4, 16]),
     prefill_chunk=st.sampled_from([8, 12, 32]),
 )
 jobs_of = (
@@ -220,16 +219,16 @@ def steps(config: Config, state: HostState, *events: Events) -> tuple[HostState,
 
 def test_group_waits_and_shares():
     """Bugs: the group's prompts prefilled four times; a slot reserved for a mate handed to a later request."""
-    config = Config(max_slots=4, page_size=4, prefill_chunk=16)
+    config = Config(max_slots=4, prefill_chunk=16)
     arrived = (*(Request(i, 21, group=0) for i in range(3)), Request(3, 5, group=1), Request(4, 5, group=2))
     state, plan = steps(config, HostState(), Events(arrived))
     assert plan.insert == (Insert(0, 0, None, 0), Insert(3, 1, None, 0))  # 1 and 2 hold two slots: 4 gets none
     assert (plan.prefill, plan.chunk, plan.bucket) == ((0, 1), 16, 2)
-    state, plan = steps(config, state, Events(prefilled=((0, 16), (3, 5)), emitted=((3, 1),)))
+    state, plan = steps(config, state, Events(prefilled=((0, 5), (3, 0)), emitted=((3, 1),)))
     assert (plan.insert, plan.round) == ((), (1,))  # the donor lacks five tokens; the other decodes meanwhile
     state, plan = steps(config, state, Events(emitted=((3, 1),)))
     assert (plan.prefill, plan.chunk) == ((0,), 8)
-    state, plan = steps(config, state, Events(prefilled=((0, 5),), emitted=((0, 1),)))
+    state, plan = steps(config, state, Events(prefilled=((0, 0),), emitted=((0, 1),)))
     assert plan.insert == (Insert(1, 2, 0, 0), Insert(2, 3, 0, 0))
     state, plan = steps(config, state, Events(emitted=((0, 1), (3, 1))))
     assert (plan.prefill, plan.chunk, plan.bucket) == ((2, 3), 8, 2)  # one token each: 20 of 21 are shared
@@ -237,19 +236,32 @@ def test_group_waits_and_shares():
 
 
 def test_next_of_group_becomes_donor():
-    """Bug: the group waits for ever for a donor that was aborted during its prefill."""
+    """Bug: the group waits for ever for a donor that left during its prefill."""
     config = Config(max_slots=2)
     state, _ = steps(config, HostState(), Events(tuple(Request(i, 700, group=0) for i in range(2))))
-    state, plan = steps(config, state, Events(prefilled=((0, 512),), aborted=(0,)))
+    state, plan = steps(config, state, Events(prefilled=((0, 188),), finished=(0,)))
     assert plan.evict == (0,)
     assert plan.insert == (Insert(1, 0, None, 0),)
+
+
+def test_a_share_without_its_copy_goes_on():
+    """Bug: no page was left to copy the donor's last page into, and the tokens of that page are never recomputed."""
+    config = Config(max_slots=2)
+    state, _ = steps(config, HostState(), Events(tuple(Request(i, 20, group=0) for i in range(2))))
+    state, plan = steps(config, state, Events(prefilled=((0, 0),), emitted=((0, 1),)))
+    assert plan.insert == (Insert(1, 1, 0, 0),)
+    assert (plan.prefill, plan.round) == ((), (0,))
+    state, plan = steps(config, state, Events(emitted=((0, 1),)))
+    assert (plan.prefill, plan.chunk) == ((1,), 8)
+    state, plan = steps(config, state, Events(prefilled=((1, 12),)), Events(emitted=((0, 1),)))
+    assert (plan.prefill, plan.chunk) == ((1,), 16)
 
 
 def test_preempted_waits_until_someone_leaves():
     """Bug: the evicted request is admitted again at once and takes the pages that the oldest was refused."""
     config = Config(max_slots=2)
     state, _ = steps(config, HostState(), Events(tuple(Request(i, 5, group=i) for i in range(2))))
-    both = Events(prefilled=((0, 5), (1, 5)), emitted=((0, 1), (1, 1)))
+    both = Events(prefilled=((0, 0), (1, 0)), emitted=((0, 1), (1, 1)))
     state, plan = steps(config, state, both, Events(emitted=((1, 3),), refused=(0,)))
     assert (plan.evict, plan.insert, plan.round) == ((1,), (), (0,))
     state, plan = steps(config, state, Events(emitted=((0, 2),)))
@@ -272,7 +284,7 @@ def test_tokens_read_after_the_eviction_count():
     """Bug: a driver one step behind reads the evicted request's last tokens after the plan, and they are lost."""
     config = Config(max_slots=2)
     state, _ = steps(config, HostState(), Events(tuple(Request(i, 5, group=i) for i in range(2))))
-    both = Events(prefilled=((0, 5), (1, 5)), emitted=((0, 1), (1, 1)))
+    both = Events(prefilled=((0, 0), (1, 0)), emitted=((0, 1), (1, 1)))
     state, _ = steps(config, state, both, Events(refused=(0,)), Events(emitted=((1, 3), (0, 1))))
     _, plan = steps(config, state, Events(finished=(0,)))
     assert plan.insert == (Insert(1, 0, None, emitted=4),)
@@ -282,7 +294,7 @@ def test_freed_pages_are_tried_before_a_preemption():
     """Bug: a request is recomputed although the refused one fits into what has just been freed."""
     config = Config(max_slots=3)
     state, _ = steps(config, HostState(), Events(tuple(Request(i, 5, group=i) for i in range(3))))
-    _, plan = steps(config, state, Events(prefilled=((0, 5), (1, 5)), emitted=((1, 1),), refused=(2,), finished=(0,)))
+    _, plan = steps(config, state, Events(prefilled=((0, 0), (1, 0)), emitted=((1, 1),), refused=(2,), finished=(0,)))
     assert plan.evict == (0,)
 
 
@@ -311,9 +323,7 @@ def test_bucket(n, most, size):
     assert schedule.bucket(n, most) == size
 
 
-@pytest.mark.parametrize(
-    ("length", "page", "shared"), [(1, 1, 0), (4, 4, 0), (5, 4, 4), (8, 4, 4), (9, 4, 8), (3, 1, 2)]
-)
-def test_shared_tokens(length, page, shared):
-    """Bug: the last page is shared although the draft's KV at the last token differs by request."""
-    assert schedule.shared_tokens(length, page) == shared
+@pytest.mark.parametrize(("length", "shared"), [(1, 0), (4, 3), (21, 20)])
+def test_shared_tokens(length, shared):
+    """Bug: the last token's KV is shared although the draft's there differs by request."""
+    assert schedule.shared_tokens(length) == shared

@@ -1,7 +1,7 @@
 """Batches of rollouts for a head: which sequences, in which order, padded, and the target's view of all of them.
 
 Everything is a function of its arguments, a seed among them, so that a run that goes on from step n sees what one that
-was never stopped sees. Shapes: B sequences, T tokens, F tapped width, E hidden.
+never stopped sees. Shapes: B sequences, T tokens, F tapped width, E hidden.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ def observe_all(
 
 
 def recall(seen: Seen, start: Sequence[int], tokens: Tensor) -> Seen:
-    """The kept view of a batch tokens [B, T]; what stands for padding is any row's."""
+    """The kept view of a batch tokens [B, T]; padding may hold any row."""
     first = torch.tensor(start, device=tokens.device)[:, None]
     index = (first + torch.arange(tokens.shape[1], device=tokens.device)).clamp_max(len(seen.best) - 1)
     return Seen(taps=seen.taps[index], x=seen.x[index], best=seen.best[index])

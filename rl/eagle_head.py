@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import nanospec_fn as ns
-from nanospec_fn import eagle, model, struct
+from nanospec_fn import eagle, model, struct, weights
 from rl import eagle_loss
 
 
@@ -91,7 +91,7 @@ def write_folder(
         tensors["d2t"] = target_id - torch.arange(len(target_id))
         tensors["t2d"] = torch.zeros(cfg.vocab_size, dtype=torch.bool).index_fill_(0, target_id, True)
     write_whole(folder / "model.safetensors", to_bytes(tensors, metadata={"format": "pt"}))
-    raw = describe(cfg, target, dtype) | ({} if isinstance(params.head, Tensor) else {"lm_head": "target_rows"})
+    raw = describe(cfg, target, dtype) | ({} if isinstance(params.head, Tensor) else {"lm_head": weights.TARGET_ROWS})
     write_whole(folder / "config.json", (json.dumps(raw, indent=2) + "\n").encode())
 
 
@@ -150,7 +150,7 @@ def describe(cfg: eagle.HeadConfig, target: ns.Model, dtype: torch.dtype) -> dic
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Put a file in its place in one step, on the disk before it is seen."""
+    """Write a file whole or not at all: synced beside its place, then renamed into it."""
     part = path.with_name(f".{path.name}.part")
     with part.open("wb") as file:
         file.write(data)
@@ -181,12 +181,12 @@ def load_state(path: Path, like: Any, check: Callable[[dict[str, Any]], None]) -
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["about"])
             check(about)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, the file is not iterable
     except (SafetensorError, KeyError) as error:
-        raise ValueError(f"{path}: no training state ({error})") from error
+        raise ValueError(f"{path}: not a training state ({error})") from error
     names, leaves = struct.leaf_names(like), pytree.tree_leaves(like)
     shapes = {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)}
     if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
         raise ValueError(f"{path}: holds the training state of a head of another shape")
-    found = [tensors[name].to(leaf.device) for name, leaf in zip(names, leaves, strict=True)]
-    return pytree.tree_unflatten(found, pytree.tree_structure(like))
+    loaded = [tensors[name].to(leaf.device) for name, leaf in zip(names, leaves, strict=True)]
+    return pytree.tree_unflatten(loaded, pytree.tree_structure(like))

@@ -1,7 +1,7 @@
 """The training-time test of EAGLE-3: a head unrolled over its own features, exactly as it drafts.
 
-Row p of a sequence is the pair (feature p, token p + 1) and predicts token p + 2. At unroll step j it stands for the
-drafted token of depth j behind the base p - j: it takes the head's output of step j - 1 at row p - 1 in place of the
+Row p of a sequence is the pair (feature p, token p + 1) and predicts token p + 2. At unroll step j it is the
+drafted token of depth j after the base p - j: it takes the head's output of step j - 1 at row p - 1 in place of the
 target's feature, and attends the true rows up to the base and then its own path, rows of the steps 1..j.
 
 Shapes: B sequences, T tokens, R = T - 1 rows, E hidden, F tapped width, S unroll steps, m supervised rows,
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import nanospec_fn as ns
 from nanospec_fn import eagle, model, struct
 
-CHUNK = 4096  # rows whose logits over the whole vocabulary are there at once
+CHUNK = 4096  # rows whose logits over the whole vocabulary are in memory at once
 
 
 @struct.state
@@ -61,7 +61,7 @@ def supervise(length: Tensor, prompt: Tensor, width: int, steps: int) -> tuple[T
 
 
 def observe(target: ns.Model, taps: tuple[int, ...], tokens: Tensor) -> Seen:
-    """Run the target over tokens [B, T]; padding on the right is seen by none before it."""
+    """Run the target over tokens [B, T]; no row sees the padding on its right."""
     b, t = tokens.shape
     position = torch.arange(t, device=tokens.device).repeat(b)
     with torch.no_grad():
@@ -92,8 +92,7 @@ def prepare(target: ns.Model, target_id: Tensor, tokens: Tensor, seen: Seen, row
 
 def output_rows(target: ns.Model, target_id: Tensor) -> Tensor:
     """[Vd, E]: the target's output head for the draft vocabulary."""
-    whole = target.params.head if isinstance(target.params.head, Tensor) else target.params.embed
-    return whole[target_id]
+    return model.output_head(target.params)[target_id]
 
 
 def causal(cfg: model.Config, b: int, t: int) -> model.AttendLayer:
@@ -118,7 +117,7 @@ def unroll(
     """The head's outputs at every row and step, as it drafts along `tokens`.
 
     Args: tokens [B, T]; taps [B, T, F].
-    Returns: per step j [B, R, E], what `eagle.logits` reads; rows p < j stand for no path.
+    Returns: per step j [B, R, E], what `eagle.logits` reads; rows p < j have no path.
     """
     b, r = tokens.shape[0], tokens.shape[1] - 1
     token = tokens[:, 1:].flatten()
@@ -129,14 +128,16 @@ def unroll(
     for _ in range(steps):
         fed = eagle.advance(params, cfg, embed, token, feature, position, along_paths(cfg, b, r, past))
         out.append(fed.view(b, r, -1))
-        feature = down(out[-1], 1).flatten(0, 1)
+        feature = shift(out[-1], 1, dim=1).flatten(0, 1)
     return out
 
 
-def down(x: Tensor, rows: int) -> Tensor:
-    """x [B, R, ...] with row p holding what was row p - rows; zeros come in."""
-    padding = [0, 0] * (x.dim() - 2) + [rows, 0]
-    return F.pad(x[:, : x.shape[1] - rows], padding) if rows else x
+def shift(x: Tensor, rows: int, dim: int) -> Tensor:
+    """x with row p along `dim` holding what was row p - rows; zeros come in."""
+    if not rows:
+        return x
+    padding = [0, 0] * (x.dim() - 1 - dim) + [rows, 0]
+    return F.pad(x.narrow(dim, 0, x.shape[dim] - rows), padding)
 
 
 def along_paths(
@@ -154,7 +155,7 @@ def along_paths(
         base = torch.ones(r, r, dtype=torch.bool, device=q.device).tril(-j)
         true = (q @ past[0][0].transpose(2, 3)).masked_fill(~base, -torch.inf)
         # Step i's row on the path of row p is p - (j - i).
-        path = [tuple(later(x, j - i) for x in past[i]) for i in range(1, j + 1)]
+        path = [tuple(shift(x, j - i, dim=2) for x in past[i]) for i in range(1, j + 1)]
         own = torch.stack([(q * key).sum(-1) for key, _ in path], dim=-1)
         weight = torch.cat((true, own), dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
         mixed = weight[..., :r] @ past[0][1]
@@ -163,11 +164,6 @@ def along_paths(
         return mixed.transpose(1, 2).flatten(0, 1)
 
     return attend
-
-
-def later(x: Tensor, rows: int) -> Tensor:
-    """x [B, H, R, D] moved down by `rows` along R."""
-    return F.pad(x[:, :, : x.shape[2] - rows], (0, 0, rows, 0)) if rows else x
 
 
 def loss(
@@ -201,7 +197,7 @@ def loss(
 def drafted(
     params: eagle.HeadParams, cfg: eagle.HeadConfig, embed: Tensor, head: Tensor | tuple[()], batch: Batch
 ) -> Tensor:
-    """[S, B, R] bool: whether the greedy draft of depth j + 1 behind base p - j is the sequence's own next token."""
+    """[S, B, R] bool: whether the greedy draft of depth j + 1 after base p - j is the sequence's own next token."""
     outs = unroll(params, cfg, embed, batch.tokens, batch.taps, len(batch.live))
     b, r = outs[0].shape[:2]
     following = F.pad(batch.tokens[:, 2:], (0, 1), value=-1).flatten()[batch.row]
@@ -231,12 +227,12 @@ def accepted_length(hit: Tensor, length: Tensor, prompt: Tensor) -> tuple[int, i
 
 
 def trainable(params: eagle.HeadParams) -> eagle.HeadParams:
-    """The weights without what is no weight: torch.func differentiates floating-point leaves only."""
+    """The weights without the vocabulary map: torch.func differentiates floating-point leaves only."""
     return struct.replace(params, target_id=())
 
 
-def complete(params: eagle.HeadParams, target_id: Tensor, scale: Tensor, dtype: torch.dtype) -> eagle.HeadParams:
-    """The head that trained weights stand for: the map put back, the taps' scale folded into `fc`, cast to `dtype`.
+def assemble(params: eagle.HeadParams, target_id: Tensor, scale: Tensor, dtype: torch.dtype) -> eagle.HeadParams:
+    """The engine's head from trained weights: the map put back, the taps' scale folded into `fc`, cast to `dtype`.
 
     Training sees taps divided by `scale` [F]: raw streams have norms in the hundreds, where one learning rate for
     all weights would be far too large for `fc`.

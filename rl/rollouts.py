@@ -141,15 +141,13 @@ def complete(
 def run(
     model: ns.Model, prompts: list[list[int]], requests: list[ns.Sampling], engine: ns.EngineConfig
 ) -> list[ns.Completion]:
-    """Complete token ids with a pool for the longest request, on a context that is no longer than that.
+    """Complete token ids with a pool and a page table for just these requests.
 
     Off the CPU attention reads the whole page table, so a short one saves most of the time.
     """
-    longest = max((len(p) + r.max_tokens for p, r in zip(prompts, requests, strict=True)), default=1) + 1
-    context = min(model.cfg.max_context, longest)
-    short = replace(model, cfg=replace(model.cfg, max_context=context))
-    pages = engine.max_slots * (-(-context // engine.page_size) + 1)
-    return ns.generate(short, prompts, requests, engine=replace(engine, num_pages=pages), progress=True)
+    longest = max((len(p) + r.max_tokens for p, r in zip(prompts, requests, strict=True)), default=1)
+    sized = replace(engine, max_context=longest, num_pages=None)
+    return ns.generate(model, prompts, requests, engine=sized, progress=True)
 
 
 def save(path: Path, rollouts: Rollouts, about: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ a CPU to the same bits).
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -24,16 +25,14 @@ from rl import eagle_data, eagle_head, eagle_loss, optimizer, rollouts
 from rl.eagle_loss import Batch, Seen
 from rl.optimizer import AdamState, Optimizer
 from rl.rollouts import Rollouts
-
-SHORT = 2  # draft steps of the first updates
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from rl.train_options import DTYPES, SHORT, build_parser, check, check_model
 
 
 @struct.state
 class TrainState:
     """What training carries from step to step."""
 
-    params: eagle.HeadParams  # fp32, fc in units of the taps' scale; see eagle_loss.complete
+    params: eagle.HeadParams  # fp32, fc in units of the taps' scale; see eagle_loss.assemble
     adam: AdamState
     scale: Tensor  # [F] fp32
     target_id: Tensor  # [Vd] int64
@@ -55,7 +54,7 @@ def train_step(
     """One update. Returns the new state and what the log tells: loss, accuracy [S], gradient norm []."""
 
     def objective(params: eagle.HeadParams) -> tuple[Tensor, dict[str, Tensor]]:
-        head = eagle_loss.complete(params, train.target_id, train.scale, recipe.dtype)
+        head = eagle_loss.assemble(params, train.target_id, train.scale, recipe.dtype)
         rows = eagle_loss.output_rows(target, train.target_id)
         return eagle_loss.loss(head, recipe.cfg, target.params.embed, rows, batch, recipe.decay)
 
@@ -91,7 +90,7 @@ def look_at(
 ) -> Batch:
     """tokens [B, T], length, prompt [B] -> what a step needs of them.
 
-    Args: seen: the target's view, where it is kept; unroll: steps, where they are not the recipe's.
+    Args: seen: the target's view, if it was kept; unroll: steps, None for the recipe's.
     """
     row, live = eagle_loss.supervise(length, prompt, tokens.shape[1], unroll or recipe.unroll)
     if seen is None:
@@ -101,7 +100,7 @@ def look_at(
 
 def head_of(recipe: Recipe, train: TrainState, dtype: torch.dtype) -> eagle.HeadParams:
     """The head that a state stands for."""
-    return eagle_loss.complete(train.params, train.target_id, train.scale, dtype)
+    return eagle_loss.assemble(train.params, train.target_id, train.scale, dtype)
 
 
 def evaluate(
@@ -135,51 +134,28 @@ def evaluate(
 def fit(
     target: ns.Model, data: Rollouts, args: argparse.Namespace, on_step: Callable[[int], None] | None = None
 ) -> tuple[eagle.HeadConfig, eagle.HeadParams]:
-    """Train as `args` say, from args.out/train.safetensors where that is there, and write the head.
+    """Train as `args` say, resuming from args.out/train.safetensors if it exists, and write the head.
 
     Args: on_step: told each step's number before it is taken.
     Returns: the head, fp32.
     """
-    device = target.params.embed.device
     members, held_out = eagle_data.split(len(data), args.held_out, args.seed)
-    lengths = [min(len(data.sequence(i)), args.max_len) for i in members]
-    size = min(args.draft_vocab, target.cfg.vocab_size)
-    target_id = eagle_data.most_frequent(data, members, target.cfg.vocab_size, size).to(device)
-    taps = tuple(args.taps or eagle.default_taps(target.cfg.num_layers))
-    intermediate = args.intermediate or target.cfg.intermediate_size
-    cfg = eagle_head.config_for(target, taps, size, intermediate)
-    recipe = Recipe(cfg=cfg, unroll=args.unroll, decay=args.decay, dtype=target.params.embed.dtype)
+    path, log, about = args.out / "train.safetensors", args.out / "log.jsonl", signature(args, data)
     schedule = optimizer.warmup_cosine(args.lr, args.steps, max(1, round(args.warmup * args.steps)))
     optimize = optimizer.adamw(schedule, decay=args.weight_decay, clip=args.clip)
-    first, _, _ = eagle_data.collate(data, members[: args.batch], args.max_len, device)
-    train = init(target, recipe, optimize, target_id, first, args.lm_head == "own", args.seed)
-
-    path, log, about = args.out / "train.safetensors", args.out / "log.jsonl", signature(args, data)
+    recipe, train = begin(target, data, members, optimize, args)
     if path.exists():
-        train = eagle_head.load_state(path, train, lambda found: same_run(found, about, path))
+        train = eagle_head.load_state(path, train, lambda saved: same_run(saved, about, path))
     done = int(train.adam.count)
     keep_log(log, done)
-    per_epoch = len(eagle_data.batches(lengths, args.batch, args.seed, 0))
-    epoch, order = -1, []
-    kept, start = (
-        eagle_data.observe_all(target, recipe.cfg.taps, data, members, args.batch, args.max_len)
-        if args.keep_features
-        else (None, {})
-    )
+    batch_of = batches_by_step(target, recipe, train.target_id, data, members, args)
     begun, tokens_seen = time.perf_counter(), 0
     for step in tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step", disable=args.quiet):
         if on_step:
             on_step(step)
-        if step // per_epoch != epoch:
-            epoch = step // per_epoch
-            order = eagle_data.batches(lengths, args.batch, args.seed, epoch)
-        chosen = [members[i] for i in order[step % per_epoch]]
-        tokens, length, prompt = eagle_data.collate(data, chosen, args.max_len, device)
-        known = eagle_data.recall(kept, [start[i] for i in chosen], tokens) if kept else None
-        unroll = min(SHORT, args.unroll) if step < args.short_steps else args.unroll
-        batch = look_at(target, recipe, target_id, tokens, length, prompt, known, unroll)
+        batch, epoch = batch_of(step)
         train, info = train_step(target, recipe, optimize, train, batch)
-        tokens_seen += tokens.numel()
+        tokens_seen += batch.tokens.numel()
         last = step + 1 == args.steps
         line: dict[str, Any] = {}
         if last or (step + 1) % args.log_every == 0:
@@ -191,30 +167,72 @@ def fit(
             line["held_out"] = evaluate(target, recipe, train, data, held_out, args)
         if line:
             seconds = time.perf_counter() - begun
-            line = {"step": step + 1, "epoch": step / per_epoch} | line
-            append(log, line | {"seconds": seconds, "tokens_per_second": tokens_seen / seconds})
+            rate = {"seconds": seconds, "tokens_per_second": tokens_seen / seconds}
+            append(log, {"step": step + 1, "epoch": epoch} | line | rate)
         if last or (step + 1) % args.save_every == 0:
             eagle_head.save_state(path, train, about)
     head = head_of(recipe, train, torch.float32)
-    eagle_head.write_folder(args.out, head, cfg, target, DTYPES[args.head_dtype])
-    return cfg, head
+    eagle_head.write_folder(args.out, head, recipe.cfg, target, DTYPES[args.head_dtype])
+    return recipe.cfg, head
 
 
-# What may differ between two runs of which one goes on with the other's state.
+def begin(
+    target: ns.Model, data: Rollouts, members: Sequence[int], optimize: Optimizer, args: argparse.Namespace
+) -> tuple[Recipe, TrainState]:
+    """The statics of a run and its state before the first step."""
+    size = min(args.draft_vocab, target.cfg.vocab_size)
+    target_id = eagle_data.most_frequent(data, members, target.cfg.vocab_size, size).to(target.params.embed.device)
+    taps = tuple(args.taps or eagle.default_taps(target.cfg.num_layers))
+    cfg = eagle_head.config_for(target, taps, size, args.intermediate or target.cfg.intermediate_size)
+    recipe = Recipe(cfg=cfg, unroll=args.unroll, decay=args.decay, dtype=target.params.embed.dtype)
+    tokens, _, _ = eagle_data.collate(data, members[: args.batch], args.max_len, target_id.device)
+    return recipe, init(target, recipe, optimize, target_id, tokens, args.lm_head == "own", args.seed)
+
+
+def batches_by_step(
+    target: ns.Model,
+    recipe: Recipe,
+    target_id: Tensor,
+    data: Rollouts,
+    members: Sequence[int],
+    args: argparse.Namespace,
+) -> Callable[[int], tuple[Batch, float]]:
+    """A function of the step's number alone: its batch, and how many epochs were done before it."""
+    lengths = [min(len(data.sequence(i)), args.max_len) for i in members]
+    order = functools.lru_cache(maxsize=1)(lambda epoch: eagle_data.batches(lengths, args.batch, args.seed, epoch))
+    kept, start = (
+        eagle_data.observe_all(target, recipe.cfg.taps, data, members, args.batch, args.max_len)
+        if args.keep_features
+        else (None, {})
+    )
+    per_epoch = len(order(0))
+
+    def batch_of(step: int) -> tuple[Batch, float]:
+        chosen = [members[i] for i in order(step // per_epoch)[step % per_epoch]]
+        tokens, length, prompt = eagle_data.collate(data, chosen, args.max_len, target_id.device)
+        seen = eagle_data.recall(kept, [start[i] for i in chosen], tokens) if kept else None
+        unroll = min(SHORT, args.unroll) if step < args.short_steps else args.unroll
+        return look_at(target, recipe, target_id, tokens, length, prompt, seen, unroll), step / per_epoch
+
+    return batch_of
+
+
+# Options that may differ between a run and the one that resumes it.
 FREE = ("out", "data", "prompts", "device", "log_every", "eval_every", "save_every", "quiet", "slots", "keep_features")
 
 
 def signature(args: argparse.Namespace, data: Rollouts) -> dict[str, Any]:
-    """What must be equal for a state to be gone on with."""
+    """What must be equal between a saved state and the run that resumes it."""
     options = {name: value for name, value in sorted(vars(args).items()) if name not in FREE}
     return options | {"sequences": len(data), "data_tokens": len(data.tokens)}
 
 
-def same_run(found: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+def same_run(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+    """Refuse to resume a state that belongs to another run."""
     wanted = json.loads(json.dumps(wanted))
-    for name in sorted({*found, *wanted}):
-        if found.get(name) != wanted.get(name):
-            raise ValueError(f"{path}: is of a run with {name} {found.get(name)!r}, not {wanted.get(name)!r}")
+    for name in sorted({*saved, *wanted}):
+        if saved.get(name) != wanted.get(name):
+            raise ValueError(f"{path}: belongs to a run with {name} {saved.get(name)!r}, not {wanted.get(name)!r}")
 
 
 def append(log: Path, line: dict[str, Any]) -> None:
@@ -230,115 +248,8 @@ def keep_log(log: Path, done: int) -> None:
         eagle_head.write_whole(log, "".join(kept).encode())
 
 
-def real(low: float, high: float, low_too: bool = False) -> Callable[[str], float]:
-    """The type of a number between two others, the upper one included."""
-
-    def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not (low < value <= high or (low_too and value == low)):
-            raise argparse.ArgumentTypeError(f"must be a number from {low:g} to {high:g}, got {text!r}")
-        return value
-
-    return number
-
-
-def natural(text: str) -> int:
-    """The type of a count that may be 0."""
-    return 0 if text == "0" else arguments.positive(text)
-
-
-def source(text: str) -> str:
-    """The type of --prompts."""
-    try:
-        rollouts.parse_source(text)
-    except (ValueError, FileNotFoundError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The options of rl.train_eagle."""
-    parser = arguments.Parser(
-        prog="python -m rl.train_eagle",
-        description=str(__doc__).split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--model", default="auto", help='the target: "smollm2", a folder, a .gguf file or a hub id')
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
-    add("--dtype", default="auto", choices=("auto", *DTYPES), help="of the target; the head's weights train in fp32")
-    add("--out", type=Path, required=True, help="folder of the head, its data, log and training state")
-    add("--seed", type=natural, default=0)
-    add("--quiet", action="store_true", help="no progress bar")
-    data = parser.add_argument_group("data")
-    data.add_argument("--data", type=Path, help="rollouts to train on (default: OUT/rollouts.npz), made if not there")
-    data.add_argument("--prompts", nargs="+", type=source, help="self:N, gsm8k[:N] (train) or FILE[:N], several")
-    data.add_argument("--temperatures", nargs="+", type=real(0, 100, True), default=[0.0, 1.0], help="in turn")
-    data.add_argument("--response-tokens", type=arguments.positive, default=256, help="at most, per prompt")
-    data.add_argument("--slots", type=arguments.positive, default=256, help="requests at once")
-    data.add_argument("--max-len", type=arguments.positive, default=512, help="tokens of a sequence; more is cut off")
-    data.add_argument("--held-out", type=natural, default=64, help="sequences to evaluate on; at most a tenth")
-    head = parser.add_argument_group("head")
-    head.add_argument("--draft-vocab", type=arguments.positive, default=32000, help="tokens, at most 32000")
-    head.add_argument("--taps", nargs="+", type=natural, help="target layers whose input is seen (2, L // 2, L - 3)")
-    head.add_argument("--intermediate", type=arguments.positive, help="MLP width (the target's)")
-    head.add_argument("--lm-head", choices=("own", "target-rows"), default="own", help="trained, or the target's rows")
-    head.add_argument("--head-dtype", choices=tuple(DTYPES), default="fp16", help="of the head's file")
-    train = parser.add_argument_group("training")
-    train.add_argument("--steps", type=arguments.positive, default=2000)
-    train.add_argument("--batch", type=arguments.positive, default=32, help="sequences")
-    train.add_argument("--unroll", type=arguments.positive, default=5, help="draft steps")
-    train.add_argument("--short-steps", type=natural, default=0, help=f"updates at first that unroll {SHORT} steps")
-    train.add_argument("--decay", type=real(0, 1), default=0.8, help="weight of each unroll step over the one before")
-    train.add_argument("--lr", type=real(0, 1), default=1e-3, help="peak learning rate")
-    train.add_argument("--warmup", type=real(0, 1, True), default=0.05, help="share of the steps")
-    train.add_argument("--weight-decay", type=real(0, 1, True), default=0.01)
-    train.add_argument("--clip", type=real(0, 1e9), default=1.0, help="largest gradient norm")
-    train.add_argument("--keep-features", action="store_true", help="run the target once, not at every step")
-    train.add_argument("--log-every", type=arguments.positive, default=20, help="steps")
-    train.add_argument("--eval-every", type=arguments.positive, default=200, help="steps")
-    train.add_argument("--save-every", type=arguments.positive, default=200, help="steps")
-    return parser
-
-
-def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse, before any work, what argparse alone cannot see."""
-    try:
-        ns.EngineConfig(max_slots=args.slots).validate()
-    except ValueError as error:
-        parser.error(f"argument --slots: {error}")
-    if args.draft_vocab > 32000:
-        parser.error(f"argument --draft-vocab: at most 32000, got {args.draft_vocab}")
-    if args.unroll >= args.max_len - 2:
-        parser.error(f"argument --unroll: {args.unroll} steps need sequences of more than {args.max_len} tokens")
-    if args.unroll > 32:
-        parser.error(f"argument --unroll: at most 32, got {args.unroll}")
-    if args.taps and sorted(set(args.taps)) != args.taps:
-        parser.error(f"argument --taps: must ascend, got {' '.join(map(str, args.taps))}")
-    if args.out.exists() and not args.out.is_dir():
-        parser.error(f"argument --out: {args.out} is a file")
-    if args.data is not None and args.prompts is None and not args.data.is_file():
-        parser.error(f"argument --data: {args.data} is not there, and without --prompts it cannot be made")
-    args.data = args.data or args.out / "rollouts.npz"
-    if not args.data.is_file() and not args.prompts:
-        parser.error("argument --prompts: needed, as there is no data yet")
-
-
-def check_model(target: ns.Model, args: argparse.Namespace) -> None:
-    """Refuse what does not go with the target."""
-    layers = target.cfg.num_layers
-    taps = args.taps or eagle.default_taps(layers)
-    if len(set(taps)) != len(taps) or not 0 < min(taps) <= max(taps) <= layers:
-        raise ValueError(f"argument --taps: {taps} are not distinct inputs 1..{layers} of the target's layers")
-    if args.max_len > target.cfg.max_context:
-        raise ValueError(f"argument --max-len: {args.max_len} is over the target's context {target.cfg.max_context}")
-
-
 def make_data(target: ns.Model, args: argparse.Namespace) -> Rollouts:
-    """The rollouts of --data, made and written first where they are not there."""
+    """The rollouts of --data, made and written first if they do not exist."""
     if not args.data.is_file():
         engine = ns.EngineConfig(max_slots=args.slots)
         prompts = rollouts.gather_prompts(target, args.prompts, engine, args.seed)

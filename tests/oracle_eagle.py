@@ -1,6 +1,6 @@
 """EAGLE-3 once more, for checking: plain loops over positions and heads, no cache, straight from a file's tensors.
 
-Written from the paper and design section 7, sharing nothing with the library. Names are the original form's.
+Written from the paper (Li et al. 2025), sharing nothing with the library. Names are the original form's.
 """
 
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ The reference is transformers: a greedy loop that recomputes the whole sequence 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -70,6 +70,8 @@ class Scripted(draft.Nothing):
     wrong: what a wrong token of a chain is; None: something near the right one.
     calls: (index of the sequence, tokens known, pages owned) of every live row drafted for.
     """
+
+    name: ClassVar[str] = "scripted"
 
     sequences: tuple[tuple[int, ...], ...] = ()
     right: Callable[[int, int], int] = ALL

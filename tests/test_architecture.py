@@ -1,4 +1,4 @@
-"""The layout is the architecture: imports point upwards in design.md's table, files stay small, nothing is hidden."""
+"""The layout is the architecture: imports point upwards in ORDER, files stay small, nothing is hidden."""
 
 import ast
 from pathlib import Path
@@ -11,9 +11,10 @@ ORDER = (
     "rng",
     "schedule",
     "kernels",
-    "trees",
     "filters",
+    "trees",
     "sampling",
+    "acceptance",
     "pages",
     "slots",
     "capture",
@@ -33,16 +34,16 @@ ORDER = (
     "generate",
     "__init__",  # the package root, as seen by users and by the command lines below
     "arguments",
-    "doctor",
     "kl",
     "narrow",
     "counterfactual",
     "replay",
+    "kl_command",
     "__main__",
 )
 LIBRARY = sorted((ROOT / "nanospec_fn").rglob("*.py"))
 CLIENTS = sorted(path for name in ("bench", "rl") for path in (ROOT / name).rglob("*.py"))
-COMMAND_LINES = ("arguments", "doctor", "replay", "kl", "__main__")
+COMMAND_LINES = ("arguments", "replay", "kl_command", "__main__")
 
 
 def name_of(path: Path) -> str:

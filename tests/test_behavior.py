@@ -104,7 +104,9 @@ def check(model: ns.Model, start: list[int], draft: Draft, spec: ns.Speculation,
     """Compare weighted and raw frequencies at positions 1 .. length - 1 with pi; position 0 is the prefill's own."""
     base = ns.Sampling(max_tokens=length, temperature=1.0, top_k=KEPT, rule="power", alpha=ALPHA, ignore_eos=True)
     asked = [dataclasses.replace(base, seed=seed) for seed in range(n)]
-    out = ns.generate(model, [start] * n, asked, draft, spec, ns.EngineConfig(max_slots=64), trace=file)
+    out = ns.generate(
+        model, [start] * n, asked, draft=draft, speculation=spec, engine=ns.EngineConfig(max_slots=64), trace=file
+    )
     law = target_law(model, start, length)
     first = {}  # the candidates of the first round's root, by the token before it
     for r in trace.read(file).rounds:
@@ -199,7 +201,7 @@ def test_target_logp_is_a_trainer_s_recomputation(rule, shape, blurred):
         for seed, kind in enumerate(FILTERS)
     ]
     prompts = [prompt(3 + 5 * i, seed=i) for i in range(len(asked))]
-    out = ns.generate(target(), prompts, asked, blurred, SHAPES[shape])
+    out = ns.generate(target(), prompts, asked, draft=blurred, speculation=SHAPES[shape])
     assert sum(itertools.chain(*(c.accepted for c in out))) > 4
     for start, request, completion in zip(prompts, asked, out, strict=True):
         scored = ns.score(target(), start, completion.tokens, request)

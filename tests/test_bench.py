@@ -7,7 +7,8 @@ import torch
 
 import nanospec_fn as ns
 from bench import measure, peers, prompts, run
-from nanospec_fn import chat
+from nanospec_fn import chat, program, weights
+from nanospec_fn.attention import Canonical
 from tests import tiny
 
 KEYS = {
@@ -92,6 +93,22 @@ def test_present_rows_are_skipped_and_a_cut_off_row_is_measured_again(bench, tmp
     assert [strict(line)["run"] for line in file.read_text().splitlines()] == [0, 1]
     assert len(bench(*argv[:-1], "3")[1]) == 1
     assert len(bench(*argv, "--gemm", "library")[1]) == 2
+
+
+@pytest.mark.parametrize("gemm", ["onednn", "blocked"])
+def test_a_cpus_matmul_is_refused_elsewhere(bench, monkeypatch, gemm):
+    """Bug: the model of a GPU is told to use a product that only a CPU has, and dies within the first pass."""
+    monkeypatch.setattr(weights, "pick_device", lambda device: torch.device("cuda"))
+    code, rows, err = bench("nanospec", "--bs", "1", "--gemm", gemm)
+    assert (code, rows) == (2, [])
+    assert f"argument --gemm: {gemm} needs a CPU, got cuda" in err
+
+
+def test_rows_name_the_attention_that_ran(bench, monkeypatch):
+    """Bug: the label is derived from the device and not from the engine."""
+    monkeypatch.setattr(program, "pick_attend", lambda engine, model: Canonical(engine.page_size))
+    monkeypatch.setattr(measure.Nanospec, "measure", lambda *_: measure.Measured([[1]], 1.0, 1.0, 1.0, 1.0))
+    assert [row["attend"] for row in bench("nanospec", "--bs", "1", "--runs", "1")[1]] == ["canonical"]
 
 
 def test_identical_tells_a_difference(bench, monkeypatch):
@@ -180,7 +197,7 @@ def test_bad_values_are_refused_by_option(argv, named, folder, tmp_path, capsys,
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (("vllm",), "'vllm' is not there yet"),
+        (("vllm",), "'vllm' is not supported"),
         (("transformers", "--config", "tree", "--bs", "1"), "--config"),
         (("nanospec", "--config", "tree", "--draft", "none", "--bs", "1"), "--draft"),
         (("nanospec", "--config", "chain", "--draft", "eagle:/absent", "--bs", "1"), "/absent"),

@@ -190,7 +190,7 @@ def test_an_engine_captures_each_shape_once():
 def test_unknown_donate_names_and_steps_without_put():
     program = ns.build(target())
     for wrap in (donate, ns.capture):
-        with pytest.raises(ValueError, match="donate names 'stat', which is no argument of decode"):
+        with pytest.raises(ValueError, match="donate names 'stat', which is not an argument of decode"):
             wrap(program.decode, donate=("stat",))
         with pytest.raises(ValueError, match=r"lambda.* takes no `put`"):
             wrap(lambda params, state: state, donate=("state",))

@@ -1,7 +1,9 @@
 """Prompts to tokens: chat templates with exactly one BOS (C14), plain text, and tokenizers out of GGUF files."""
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import pre_tokenizers
@@ -53,6 +55,50 @@ def test_token_ids_pass_through_and_bad_prompts_are_named():
     for empty in ("", []):
         with pytest.raises(ValueError, match="prompt is empty"):
             chat.encode(tiny.tokenizer(tiny.TEMPLATE), empty)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (3, 1), (40,)])
+def test_decoder_pieces_are_the_text(sizes):
+    """Bugs: half a character shown; one swallowed at the end; text lost or doubled where the window moves on."""
+    tokenizer = tiny.tokenizer()
+    whole = tokenizer.encode(
+        "h\u00e9llo w\u00f6rld \u65e5\u672c\u8a9e \U0001f600 end \u00e9\u00e9", add_special_tokens=False
+    )
+    for tokens in (whole, whole[:-1], [*whole[:-1], *whole], [1, *whole, 1, 0, *whole], []):
+        decoder, pieces, at = chat.Decoder(tokenizer), [], 0
+        for size in itertools.cycle(sizes):
+            last = at + size >= len(tokens)
+            pieces.append(decoder.add(tokens[at : at + size], last))
+            at += size
+            if last:
+                break
+        assert "".join(pieces) == chat.decode(tokenizer, tokens)
+        assert not any("\ufffd" in piece for piece in pieces[:-1]) or tokens == [*whole[:-1], *whole]
+    assert chat.Decoder(None).add([1, 2], last=True) == ""
+
+
+def test_decoder_keeps_the_space_that_begins_a_later_word():
+    """Bug: a piece decoded by itself, whose leading space decoders of SentencePiece's kind take for the sequence's."""
+    words = [" one", " two", "s", " three", "", " four"]
+
+    def decode(tokens: list[int], **_: bool) -> str:
+        return "".join(words[t] for t in tokens).removeprefix(" ")
+
+    decoder = chat.Decoder(SimpleNamespace(decode=decode))
+    assert [decoder.add([t], last=False) for t in range(6)] == ["one", " two", "s", " three", "", " four"]
+
+
+def test_decoder_is_linear():
+    """Bug: every piece decodes the whole text again."""
+    decoded = []
+
+    def decode(tokens: list[int], **_: bool) -> str:
+        decoded.append(len(tokens))
+        return "x" * len(tokens)
+
+    decoder = chat.Decoder(SimpleNamespace(decode=decode))
+    assert "".join(decoder.add([t], last=False) for t in range(500)) == "x" * 500
+    assert sum(decoded) < 5 * 500
 
 
 def test_decode():

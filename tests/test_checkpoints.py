@@ -1,4 +1,4 @@
-"""Targets in every public form (cases/checkpoints.md): logits equal transformers', EOS, rope and biases survive."""
+"""Targets in every public form: logits equal transformers', EOS, rope and biases survive."""
 
 import json
 import shutil

@@ -197,7 +197,7 @@ def test_json_is_one_strict_line_with_every_field(folder, capsys):
 def test_compare_finds_plain_decoding_identical(folder, capsys):
     code, out, _ = run(capsys, "Hello", "--model", folder, "--max-tokens", "9", "--draft", "frozen", "--compare")
     assert code == 0
-    assert "equal as bytes" in out.splitlines()[-1]
+    assert "equal byte for byte" in out.splitlines()[-1]
     code, out, _ = run(capsys, "Hello", "--model", folder, "--max-tokens", "9", "--compare", "--json")
     assert code == 0
     assert json.loads(out)["identical"] is True
@@ -335,4 +335,4 @@ def test_module_answers_with_smollm2(smollm2):
     done = subprocess.run([*command, "--compare", "--draft", "ngram"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
-    assert "equal as bytes" in done.stdout.splitlines()[-1]
+    assert "equal byte for byte" in done.stdout.splitlines()[-1]

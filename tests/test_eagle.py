@@ -73,6 +73,12 @@ def case(request, target, tmp_path):
     return cfg, params, oracle
 
 
+def step(params, cfg, embed, token, feature, position, attend, head=()):
+    """The next features, and the logits that they give."""
+    out = eagle.advance(params, cfg, embed, token, feature, position, attend)
+    return out, eagle.logits(params, cfg, out, head)
+
+
 def test_step_equals_the_oracle_at_all_positions_and_along_paths(case, target):
     """Catches: embedding and feature swapped, norms swapped, a residual that is normed (or not), the normed output fed
     back in place of the raw one, positions shifted between context and draft, the target's rope or embedding taken."""
@@ -83,7 +89,7 @@ def test_step_equals_the_oracle_at_all_positions_and_along_paths(case, target):
     past: list[tuple[Tensor, Tensor]] = []
     fused = eagle.fuse(params, cfg, features)
     embed = target.params.embed
-    out, logits = eagle.step(params, cfg, embed, tokens[1:], fused, position, attend_to(cfg, past), head=embed)
+    out, logits = step(params, cfg, embed, tokens[1:], fused, position, attend_to(cfg, past), head=embed)
     assert logits.shape == (LENGTH, cfg.draft_vocab_size)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, oracle.full(tokens.tolist(), features), rtol=1e-4, atol=1e-4)
@@ -92,7 +98,7 @@ def test_step_equals_the_oracle_at_all_positions_and_along_paths(case, target):
     feature = out[-1:]
     for depth in range(4):
         path.append(int(params.target_id[drafted[-1].argmax()]))
-        feature, row = eagle.step(
+        feature, row = step(
             params,
             cfg,
             embed,
@@ -146,8 +152,6 @@ def test_head_is_differentiable(target):
         leaves = [leaf.clone().requires_grad_() if leaf.is_floating_point() else leaf for leaf in leaves]
         params = torch.utils._pytree.tree_unflatten(leaves, spec)
         fused = eagle.fuse(params, cfg, torch.randn(5, 3 * 72))
-        _, logits = eagle.step(
-            params, cfg, target.params.embed, torch.arange(5), fused, torch.arange(5), attend_to(cfg, [])
-        )
+        _, logits = step(params, cfg, target.params.embed, torch.arange(5), fused, torch.arange(5), attend_to(cfg, []))
         logits.logsumexp(-1).sum().backward()
     assert all(leaf.grad is not None and leaf.grad.abs().sum() > 0 for leaf in leaves if leaf.is_floating_point())

@@ -1,6 +1,7 @@
 """The steps, driven by hand: what a request gives, alone and beside others, and how slots and pages come and go."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import nanospec_fn as ns
-from nanospec_fn import filters, pages, sampling, slots, struct
+from nanospec_fn import engine, filters, pages, sampling, slots, struct
 from tests import tiny
 from tests.scripted import CHAIN, TREE, Scripted, assert_empty, greedy, prompt, target
 
@@ -38,7 +39,9 @@ def test_greedy_text_is_transformers(shape, spec):
     model, hf = tiny.model(shape, eos_token_id=None), tiny.llama(raw)
     starts = [[t % 96 for t in prompt(n, n)] for n in (1, 7, 20)]
     draft = ns.load_draft("frozen", model) if spec else None
-    out = ns.generate(model, starts, ns.Sampling(max_tokens=8), draft, spec, ns.EngineConfig(page_size=4))
+    out = ns.generate(
+        model, starts, ns.Sampling(max_tokens=8), draft=draft, speculation=spec, engine=ns.EngineConfig(page_size=4)
+    )
     for start, one in zip(starts, out, strict=True):
         logp = hf(torch.tensor([[*start, *one.tokens]])).logits[0, len(start) - 1 : -1].log_softmax(-1)
         assert one.tokens == logp.argmax(-1).tolist()
@@ -49,7 +52,7 @@ def test_greedy_text_is_transformers(shape, spec):
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize("spec", [CHAIN, TREE, ns.Speculation(top_k=2, depth=6)], ids=["chain", "tree", "deep"])
 def test_any_draft_gives_the_recomputed_bytes(name, spec):
-    """G1 by example: greedy and sampled, filtered or not, in one batch, equal a full recompute as bytes."""
+    """G1 by example: greedy and sampled, filtered or not, in one batch, equal a full recompute byte for byte."""
     starts = [prompt(n, n) for n in (2, 5, 17, 33)]
     requests = [
         ns.Sampling(max_tokens=12),
@@ -63,7 +66,7 @@ def test_any_draft_gives_the_recomputed_bytes(name, spec):
         sequences = tuple((*s, *text) for s, (text, _) in zip(starts, texts, strict=True))
         draft = ns.Draft(Scripted(sequences=sequences, right=lambda i, total: (3 * total + i) % (spec.depth + 1)))
     config = ns.EngineConfig(max_slots=4, page_size=4, prefill_chunk=8)
-    out = ns.generate(target(), starts, requests, draft, spec if draft else None, config)
+    out = ns.generate(target(), starts, requests, draft=draft, speculation=spec if draft else None, engine=config)
     assert [(o.tokens, o.target_logp) for o in out] == texts
 
 
@@ -245,8 +248,8 @@ def test_insert_and_evict_refuse(program):
         ((4, prompt(3), ns.Sampling()), "slot is 4, the engine has 4"),
         ((0, [], ns.Sampling()), "a prompt is empty"),
         ((0, [3], ns.Sampling(), 1), "a prompt is empty: 1 tokens of which 1 emitted"),
-        ((0, [3, 128], ns.Sampling()), "tokens holds 128, the vocabulary has 128"),
-        ((0, [-1], ns.Sampling()), "tokens holds -1"),
+        ((0, [3, 128], ns.Sampling()), "token 128 is not in the vocabulary of 128"),
+        ((0, [-1], ns.Sampling()), "token -1 is not"),
         ((0, prompt(150), ns.Sampling()), r"need 41 pages of 4 .* the pool has 40"),
         ((0, prompt(3), ns.Sampling(top_p=3.0)), "top_p"),
     ):
@@ -275,6 +278,27 @@ def test_captured_or_not_is_the_same(capture):
     out = ns.generate(target(), starts, ns.Sampling(max_tokens=7), engine=engine)
     assert [o.tokens for o in out] == [list(greedy(tuple(s), 7)) for s in starts]
     assert_empty(engine)
+
+
+def test_a_step_comes_to_the_host_bit_by_bit():
+    """Bug: columns shifted in the one copy; a log-prob read as an integer, or rounded on the way."""
+    b, w = 3, 4
+    logp = torch.tensor([[-0.0, -math.inf, -1e-45, -1 / 3]] * b)
+    info = ns.Info(
+        tokens=torch.arange(b * w, dtype=torch.int32).view(b, w) - 1,
+        target_logp=logp,
+        behaviour_logp=logp.flip(1),
+        count=torch.tensor([1, 0, 4], dtype=torch.int32),
+        accepted=torch.tensor([0, 0, 3], dtype=torch.int32),
+        done=torch.tensor([2, 0, 1], dtype=torch.int32),
+        ok=torch.tensor([True, False, True]),
+        left=torch.tensor([7, 8, 9], dtype=torch.int32),
+        tree=(),
+        evidence=(),
+    )
+    read = engine._to_host(info)
+    for name in ("tokens", "target_logp", "behaviour_logp", "count", "accepted", "done", "ok", "left"):
+        assert str(read[name]) == str((getattr(info, name) + 0 if name == "ok" else getattr(info, name)).tolist())
 
 
 def test_two_programs_do_not_know_of_each_other(program):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import nanospec_fn as ns
-from nanospec_fn import pages
 from nanospec_fn.engine import Engine
 from tests import tiny
 from tests.scripted import CHAIN, TREE, assert_empty, greedy, prompt, scripted, target, watch
@@ -71,9 +70,9 @@ def test_stream_adds_up_to_generate(talking, spec):
     draft = ns.load_draft("frozen", talking) if spec else None
     prompts = ["hello", "what?", [3, 4, 5], "hello"]
     sampling = [ns.Sampling(max_tokens=9, temperature=1.0, seed=i, ignore_eos=i < 3) for i in range(4)]
-    whole = ns.generate(talking, prompts, sampling, draft, spec)
+    whole = ns.generate(talking, prompts, sampling, draft=draft, speculation=spec)
     got = [ns.Completion(text="") for _ in prompts]
-    for chunk in ns.stream(talking, prompts, sampling, draft, spec):
+    for chunk in ns.stream(talking, prompts, sampling, draft=draft, speculation=spec):
         one = got[chunk.index]
         assert one.finish_reason is None
         assert chunk.tokens
@@ -95,7 +94,7 @@ def test_accepted_and_origin_keep_the_books(spec):
     for a in range(5):
         draft = scripted([start], 40, lambda i, total, a=a: (total + a) % 5)
         for cap in range(1, 14):
-            (out,) = ns.generate(target(), [start], ns.Sampling(max_tokens=cap), draft, spec)
+            (out,) = ns.generate(target(), [start], ns.Sampling(max_tokens=cap), draft=draft, speculation=spec)
             assert len(out.tokens) == len(out.origin) == cap
             assert out.origin[0] == 0
             full = 1 + sum(out.accepted) + len(out.accepted)
@@ -126,7 +125,7 @@ def test_score_has_generates_bits(sampling):
     draft = ns.load_draft("frozen", target())
     for out in (
         ns.generate(target(), starts, sampling),
-        ns.generate(target(), starts, sampling, draft, TREE),
+        ns.generate(target(), starts, sampling, draft=draft, speculation=TREE),
     ):
         for start, one in zip(starts, out, strict=True):
             assert ns.score(target(), start, one.tokens, sampling) == one.target_logp
@@ -137,7 +136,7 @@ def test_score_has_generates_bits(sampling):
 def test_score_refuses():
     for args, match in (
         (([], [1]), "prompt is empty"),
-        (([1], [128]), "token 128 is no id of the vocabulary of 128"),
+        (([1], [128]), "token 128 is not in the vocabulary of 128"),
         (([-1], [1]), "token -1 "),
         (([1] * 1020, [1] * 6), "context"),
     ):
@@ -157,9 +156,9 @@ def test_sampling_per_prompt_is_sampling_alone():
         ns.Sampling(max_tokens=8, temperature=1.0, seed=5, rule="relaxed", tau=0.1, accept_top_k=2),
     ]
     starts = [prompt(5, s) for s in range(6)]
-    together = ns.generate(target(), starts, sampling, draft, TREE)
+    together = ns.generate(target(), starts, sampling, draft=draft, speculation=TREE)
     for start, one, out in zip(starts, sampling, together, strict=True):
-        assert ns.generate(target(), [start], one, draft, TREE) == [out]
+        assert ns.generate(target(), [start], one, draft=draft, speculation=TREE) == [out]
     assert together[4].behaviour_logp != together[4].target_logp
     assert together[5].behaviour_logp != together[5].target_logp
     for start, one, out in list(zip(starts, sampling, together, strict=True))[:4]:
@@ -200,7 +199,7 @@ def test_a_group_shares_its_prompts_pages(draft):
     ahead = 4 if draft else 0
     alone = -(-(35 + 6 + ahead) // 4)
     assert max(used) <= 8 + 8 * (alone - 8)  # 34 positions are shared: 8 whole pages
-    assert out == [ns.generate(model, [start], s, draft, spec)[0] for s in sampling]
+    assert out == [ns.generate(model, [start], s, draft=draft, speculation=spec)[0] for s in sampling]
     assert len({tuple(o.tokens) for o in out}) == 8
     assert_empty(engine)
 
@@ -227,7 +226,7 @@ def test_a_prepared_engine_takes_no_other_parts():
         for call in (ns.generate, ns.stream):
             with pytest.raises(ValueError, match="engine was prepared with a model, draft and speculation of its own"):
                 call(*args, [prompt(3)], engine=engine, **kwargs)
-    assert len(ns.generate(model, [prompt(3)], ns.Sampling(max_tokens=3), draft, engine=engine)[0].tokens) == 3
+    assert len(ns.generate(model, [prompt(3)], ns.Sampling(max_tokens=3), draft=draft, engine=engine)[0].tokens) == 3
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
@@ -305,7 +304,7 @@ def test_nothing_runs_before_the_arguments_are_right(monkeypatch, talking):
     cases: list[tuple[list[Any], dict[str, Any], str]] = [
         (["text", good], {}, "prompt 0: prompt is text, but the model has no tokenizer"),
         ([good, []], {}, "prompt 1: prompt is empty"),
-        ([good, [128]], {}, "prompt 1: token 128 is no id of the vocabulary of 128"),
+        ([good, [128]], {}, "prompt 1: token 128 is not in the vocabulary of 128"),
         ([good, [-1]], {}, "prompt 1: token -1 "),
         ([good, [1.5]], {}, "prompt 1: token 1.5 "),
         ([good, [True]], {}, "prompt 1: token True "),
@@ -330,7 +329,7 @@ def test_preemption_changes_nothing(monkeypatch, spec):
     draft = ns.load_draft("frozen", target()) if spec else None
     starts = [prompt(6 + i, i) for i in range(6)]
     sampling = [ns.Sampling(max_tokens=20, temperature=float(i % 2), seed=i) for i in range(6)]
-    roomy = ns.generate(target(), starts, sampling, draft, spec)
+    roomy = ns.generate(target(), starts, sampling, draft=draft, speculation=spec)
     ahead = spec.top_k * spec.depth if spec else 0
     tight = -(-(11 + 20 + ahead) // 4) + 4
     engine = watch(ns.prepare(target(), draft, ns.EngineConfig(max_slots=6, num_pages=tight, page_size=4), spec))
@@ -361,24 +360,13 @@ def test_progress_goes_to_stderr(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_engine_is_sized_for_its_prompts():
-    """Without sizes the pool holds the longest prompts at once: no preemption, and no more memory than that."""
-    seen: list[Engine] = []
-    init = Engine.__init__
-
-    def kept(self: Engine, *args: Any) -> None:
-        init(self, *args)
-        seen.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "__init__", kept)
-        ns.generate(
-            target(), [prompt(30), prompt(5)], ns.Sampling(max_tokens=3), ns.load_draft("ngram", target()), CHAIN
-        )
-    (engine,) = seen
-    assert engine.program.max_slots == 2
-    assert engine.program.pool.num_pages == -(-(30 + 3 + 4 + 1) // 16) + -(-(5 + 3 + 4 + 1) // 16)
-    assert pages.check(engine.state.pages, engine.state.slots.page_table) == ""
+def test_mean_accepted_len():
+    """Bugs: the prefill's own token counted; a prompt without tokens counted as minus one."""
+    some = [ns.Completion(tokens=[1] * 8, accepted=[2, 3]), ns.Completion(tokens=[1] * 2, accepted=[0])]
+    assert ns.mean_accepted_len(some) == 8 / 3
+    assert ns.mean_accepted_len([*some, ns.Completion(finish_reason="error")]) == 8 / 3
+    assert ns.mean_accepted_len([ns.Completion(tokens=[1])]) is None
+    assert ns.mean_accepted_len([]) is None
 
 
 def test_stream_takes_what_generate_takes():

@@ -1,4 +1,4 @@
-"""KL(pi || mu): section 6's figures, the closed form against enumeration of the engine's accept, and measurement."""
+"""KL(pi || mu): docs/promises.md's figures, the closed form against the engine's accept, and measurement."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ PROMPTS = [prompt(n, seed=n) for n in (5, 3)]
 T1 = {"max_tokens": 12, "temperature": 1.0}
 
 
-def test_the_figures_of_the_design():
+def test_the_figures_of_the_docs():
     """Bug: 1 - p^alpha by subtraction, or a maximum found at the edge of a coarse grid."""
     for alpha, value in ((0.9, 0.0035), (0.7, 0.038), (0.5, 0.136), (0.3, 0.373)):
         assert kl.worst_case(alpha, 1) == pytest.approx(value, abs=0.5 * 10 ** -(4 if alpha == 0.9 else 3))
@@ -121,9 +121,9 @@ def files(tmp_path_factory):
     with torch.no_grad():
         draft, spec = ns.load_draft("frozen", target()), ns.Speculation(top_k=2, depth=2)
         for name, asked in rules.items():
-            ns.generate(target(), PROMPTS, asked, draft, spec, trace=folder / name)
+            ns.generate(target(), PROMPTS, asked, draft=draft, speculation=spec, trace=folder / name)
         coupled = dataclasses.replace(spec, coupled=True)
-        ns.generate(target(), PROMPTS, rules["exact"], draft, coupled, trace=folder / "coupled")
+        ns.generate(target(), PROMPTS, rules["exact"], draft=draft, speculation=coupled, trace=folder / "coupled")
     return folder
 
 
@@ -172,6 +172,17 @@ def test_own_rules(files):
     assert sum(m.accepting for m in measured) == accepting
     assert sum(m.missing_mass * m.rows for m in measured) == pytest.approx(missing, abs=1e-9)
     assert [m.mean for m in measured if m.accepting] == [None] * sum(m.accepting > 0 for m in measured)
+
+
+def test_a_row_that_could_emit_nothing_else_accepts_too(tmp_path):
+    """Bug: `accepting` counts infinite costs, which a candidate of probability 1 does not have."""
+    asked = Sampling(**T1, rule="relaxed", tau=0.5, top_k=1)
+    draft, spec = ns.load_draft("frozen", target()), ns.Speculation(depth=2)
+    ns.generate(target(), PROMPTS, asked, draft=draft, speculation=spec, trace=tmp_path / "t")
+    found = trace.read(tmp_path / "t")
+    measured = kl.measure(found)
+    assert sum(m.accepting for m in measured) == sum(len(r.path) for r in found.rounds) > 3
+    assert {m.mean for m in measured} == {0.0}
 
 
 def run(capsys, *argv):

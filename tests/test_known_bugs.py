@@ -1,7 +1,6 @@
-"""Failures that engines of this kind have had (cases/known_bugs.md), part one: C01, C03, C04, C05, C06, C07.
+"""Failures that engines of this kind have had (docs/promises.md), part one: C01, C03, C04, C05, C06, C07.
 
-C02 and C10 to C14 are with the loader's tests; C08 and C09 are in test_drafts.py; C15, C16 and C17 in test_numerics.py,
-C20 in test_contract.py.
+docs/promises.md says where the others are.
 """
 
 import dataclasses
@@ -47,7 +46,7 @@ def test_c01_eos_inside_the_accepted_draft(shape):
     assert len({j % (DEPTH + 1) for j in firsts}) == DEPTH + 1  # every place in a block
     for j in firsts:
         draft = scripted([start], 40)
-        (out,) = ns.generate(with_eos(expected[j]), [start], ns.Sampling(max_tokens=24), draft, shape)
+        (out,) = ns.generate(with_eos(expected[j]), [start], ns.Sampling(max_tokens=24), draft=draft, speculation=shape)
         assert out.tokens == expected[: j + 1]
         assert out.finish_reason == "stop"
         assert len(out.target_logp) == len(out.behaviour_logp) == len(out.origin) == j + 1
@@ -62,7 +61,7 @@ def test_c01_rejected_eos_does_not_end_the_request():
     expected = list(greedy(tuple(start), 12))
     eos = next(t for t in range(128) if t not in expected)
     draft = scripted([start], 24, right_for(2), wrong=eos)
-    (out,) = ns.generate(with_eos(eos), [start], ns.Sampling(max_tokens=12), draft, CHAIN)
+    (out,) = ns.generate(with_eos(eos), [start], ns.Sampling(max_tokens=12), draft=draft, speculation=CHAIN)
     assert (out.tokens, out.finish_reason) == (expected, "length")
     assert out.accepted == [2, 2, 2, 2]  # the cap takes the last round's own token
 
@@ -82,7 +81,7 @@ def test_c01_stop_ids_and_ignore_eos():
         (ns.Sampling(max_tokens=4), expected[:4], "stop"),  # a stop token exactly at the cap is "stop"
         (ns.Sampling(max_tokens=3), expected[:3], "length"),
     ):
-        (out,) = ns.generate(model, [start], sampling, scripted([start], 32), CHAIN)
+        (out,) = ns.generate(model, [start], sampling, draft=scripted([start], 32), speculation=CHAIN)
         assert (out.tokens, out.finish_reason) == (want, reason), sampling
 
 
@@ -133,7 +132,9 @@ def test_c04_lookahead_counts():
     config, start = ns.EngineConfig(max_slots=1, num_pages=4, page_size=4), prompt(12)
     assert len(ns.generate(target(), [start], ns.Sampling(max_tokens=2), engine=config)[0].tokens) == 2
     with pytest.raises(ValueError, match=r"need 7 pages of 4 with a look-ahead of 12, the pool has 4"):
-        ns.generate(target(), [start], ns.Sampling(max_tokens=2), scripted([start], 2), TREE, engine=config)
+        ns.generate(
+            target(), [start], ns.Sampling(max_tokens=2), draft=scripted([start], 2), speculation=TREE, engine=config
+        )
 
 
 @pytest.mark.parametrize("draft", [None, "frozen"])
@@ -151,11 +152,11 @@ def test_c04_ends_at_the_limit(draft):
     assert_empty(engine)
 
     small = dataclasses.replace(model, cfg=dataclasses.replace(model.cfg, max_context=12))
-    (out,) = ns.generate(small, [start], ns.Sampling(max_tokens=1000), draft, spec)
+    (out,) = ns.generate(small, [start], ns.Sampling(max_tokens=1000), draft=draft, speculation=spec)
     assert (out.tokens, out.finish_reason) == (list(greedy(tuple(start), 3)), "length")
     for length in (12, 13, 100):
         with pytest.raises(ValueError, match=f"prompt 0 can never fit: its {length} tokens leave no room .* of 12"):
-            ns.generate(small, [prompt(length)], ns.Sampling(max_tokens=1), draft, spec)
+            ns.generate(small, [prompt(length)], ns.Sampling(max_tokens=1), draft=draft, speculation=spec)
 
 
 def test_c05_no_prompts():
@@ -240,7 +241,7 @@ def test_c06_no_page_leaks_concurrently(shape):
 
 
 def written(slots: Slots) -> Slots:
-    """Slots without the column that takes the writes that stand for nothing."""
+    """Slots without the column that takes the writes of padding."""
     return struct.replace(slots, tokens=slots.tokens[:, :-1])
 
 
@@ -298,7 +299,7 @@ def test_c07_buckets_serve_the_same_bytes(eagle_pair):
     model, draft = eagle_pair
     starts = [prompt(4 + i, seed=i) for i in range(8)]
     engine = watch(ns.prepare(model, draft, ns.EngineConfig(max_slots=8, num_pages=80, page_size=4), TREE))
-    alone = [ns.generate(model, [s], ns.Sampling(max_tokens=7), draft, TREE)[0] for s in starts]
+    alone = [ns.generate(model, [s], ns.Sampling(max_tokens=7), draft=draft, speculation=TREE)[0] for s in starts]
     for n in (1, 3, 5, 8):
         out = ns.generate(model, starts[:n], ns.Sampling(max_tokens=7), engine=engine)
         assert out == alone[:n]

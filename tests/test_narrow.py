@@ -4,6 +4,8 @@ import math
 
 import nanospec_fn as ns
 from nanospec_fn import narrow, trace
+from nanospec_fn.draft import Ngram
+from nanospec_fn.draft_model import Eagle3, LlamaDraft
 
 
 def by_hand(nodes):
@@ -18,7 +20,7 @@ def test_a_displaced_node_is_not_guessed():
     """Bug: what a level had no room for is taken for never drafted. Level 2 of three: B's children lost to C's two, and
     a tree of two nodes a level, A and B, would have had one of them."""
     wide = ns.Speculation(top_k=3, depth=2)
-    header = trace.Header(trace.FORMAT, trace.VERSION, "m", "c", "Eagle3", wide, {}, 0, 0, [])
+    header = trace.Header(trace.FORMAT, trace.VERSION, "m", "c", "eagle3", wide, {}, 0, 0, [])
     smaller = narrow.check(header, None, 2)
     level = [(10, -1, 1, -0.1), (11, -1, 1, -2.0), (12, -1, 1, -2.1)]
     absent = (-1, -1, 0, -math.inf)
@@ -33,3 +35,8 @@ def test_a_displaced_node_is_not_guessed():
     tied = [level[0], (11, -1, 1, -2.0), (12, -1, 1, -2.0)]
     assert narrow.nodes(by_hand([*tied, a, c, b]), header, smaller) is None
     assert narrow.nodes(by_hand([*tied, a, c, b]), header, narrow.check(header, 1, 3)) == {0, 1, 2}
+
+
+def test_every_drafting_method_is_known_by_its_name():
+    """Bug: a method that was renamed, so that its traces can no longer be narrowed."""
+    assert {method.name for method in (Ngram, LlamaDraft, Eagle3)} == {*narrow.BY_CHAIN, *narrow.BY_LEVEL}

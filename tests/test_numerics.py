@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import nanospec_fn as ns
-from nanospec_fn import filters, model, sampling
+from nanospec_fn import acceptance, filters, model
 from nanospec_fn.kernels import cpu
 from nanospec_fn.struct import replace
 from tests import tiny
@@ -78,6 +78,19 @@ def test_row_functions_stand_alone(width):
     assert_rows_stand_alone(cpu.log_softmax, x)
     if width % 2 == 0:
         assert_rows_stand_alone(cpu.silu_mul, x)
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 25])
+def test_functions_of_a_trees_nodes_stand_alone(nodes):
+    """Catches the scalar code that takes what is left over of a CPU's last vector, to other bits (see `cpu._whole`)."""
+    x, y, terms = -noise(80, nodes).abs(), noise(80, nodes, seed=1), noise(80, nodes, nodes + 1, seed=2)
+    assert_rows_stand_alone(cpu.exp, x)
+    assert_rows_stand_alone(cpu.log_add_exp, x, y)
+    assert_rows_stand_alone(cpu.log_one_minus_exp, x)
+    assert_rows_stand_alone(cpu.log_sum_exp_few, terms)
+    exact = torch.log(-torch.expm1(x.double()))
+    torch.testing.assert_close(cpu.log_one_minus_exp(x).double(), exact, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(cpu.log_add_exp(x, y).double(), torch.logaddexp(x.double(), y.double()))
 
 
 @pytest.mark.parametrize("temperature, top_k, top_p", [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 40, 0.8)])
@@ -168,8 +181,8 @@ def test_attention_against_float64():
 
 
 def test_a_row_that_sees_nothing_gives_zero():
-    zeros, unseen = torch.zeros(1, cpu.KV_BLOCK, 8), torch.ones(1, 1, 2, cpu.KV_BLOCK, dtype=torch.bool)
-    assert torch.equal(cpu.attention(noise(1, 2, 8), [(noise(1, cpu.KV_BLOCK, 8), zeros, unseen)], 1.0), zeros[:, :2])
+    zeros, hidden = torch.zeros(1, cpu.KV_BLOCK, 8), torch.ones(1, 1, 2, cpu.KV_BLOCK, dtype=torch.bool)
+    assert torch.equal(cpu.attention(noise(1, 2, 8), [(noise(1, cpu.KV_BLOCK, 8), zeros, hidden)], 1.0), zeros[:, :2])
 
 
 @pytest.mark.parametrize("width", [64, 576, 4096])
@@ -200,13 +213,13 @@ def test_rope_against_float64():
 def recorded(monkeypatch) -> list[tuple[Tensor, Any, Tensor]]:
     """(logits [B, R, V], tree, position [B]) of every verdict that the engine asks for."""
     seen: list[tuple[Tensor, Any, Tensor]] = []
-    weigh = sampling.weigh
+    weigh = acceptance.weigh
 
     def record(logits: Tensor, tree: Any, controls: Any, position: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.append((logits.clone(), tree, position.clone()))
         return weigh(logits, tree, controls, position, *args, **kwargs)
 
-    monkeypatch.setattr(sampling, "weigh", record)
+    monkeypatch.setattr(acceptance, "weigh", record)
     return seen
 
 
@@ -222,7 +235,7 @@ def test_prefill_decode_and_verify_rows_are_forwards(shape, length, recorded):
     starts = [prompt(length, 1), prompt(length + 3, 2), prompt(max(length - 2, 1), 3)]
     draft = scripted(starts, 16, lambda i, total: (total + i) % 5) if shape else None
     config = ns.EngineConfig(max_slots=4, num_pages=80, page_size=4, prefill_chunk=8)
-    out = ns.generate(target(), starts, ns.Sampling(max_tokens=10), draft, shape, config)
+    out = ns.generate(target(), starts, ns.Sampling(max_tokens=10), draft=draft, speculation=shape, engine=config)
     texts = [[*s, *o.tokens] for s, o in zip(starts, out, strict=True)]
     checked = 0
     for logits, tree, position in recorded:
@@ -263,7 +276,9 @@ def test_threads_change_no_bit_of_a_request():
     torch.set_num_threads(2)
     starts, sampled = [prompt(n, n) for n in (1, 30, 66)], ns.Sampling(max_tokens=5, temperature=1.0, top_p=0.9)
     for draft, shape in ((None, None), (ns.load_draft("frozen", target()), TREE)):
-        for start, one in zip(starts, ns.generate(target(), starts, sampled, draft, shape), strict=True):
+        for start, one in zip(
+            starts, ns.generate(target(), starts, sampled, draft=draft, speculation=shape), strict=True
+        ):
             assert ns.score(target(), start, one.tokens, sampled) == one.target_logp
 
 
@@ -297,7 +312,7 @@ def test_c15_log_probs_are_of_the_distribution_sampled_from(shape):
                 sequences=((0, 1, *plain.tokens, *[0] * 8),), right=lambda i, t, seed=seed: (3 * t + seed) % 5, vocab=3
             )
             draft = ns.Draft(method)
-        (out,) = ns.generate(fake, [[0, 1]], sampling, draft, shape)
+        (out,) = ns.generate(fake, [[0, 1]], sampling, draft=draft, speculation=shape)
         assert (out.tokens, out.target_logp) == (plain.tokens, plain.target_logp)
         assert out.behaviour_logp == out.target_logp
         assert out.target_logp == pytest.approx([right[t] for t in out.tokens], abs=1e-4)
@@ -342,7 +357,11 @@ def test_c16_ties_break_the_same_way_everywhere(tied_rows, shape):
     draft = ns.load_draft("frozen", fake)
     for depth in range(1, 8):
         out = ns.generate(
-            fake, starts, sampling, draft, ns.Speculation(top_k=1 if shape == "chain" else 3, depth=depth)
+            fake,
+            starts,
+            sampling,
+            draft=draft,
+            speculation=ns.Speculation(top_k=1 if shape == "chain" else 3, depth=depth),
         )
         for one, want in zip(out, plain, strict=True):
             assert (one.tokens, one.target_logp) == (want.tokens, want.target_logp)
@@ -354,7 +373,9 @@ def test_c16_greedy_text_of_a_real_model(smollm2):
     text = "One two three one two three one two"
     sampling = ns.Sampling(max_tokens=10)
     (plain,) = ns.generate(smollm2, [text], sampling)
-    (fast,) = ns.generate(smollm2, [text], sampling, ns.load_draft("ngram", smollm2), ns.Speculation(top_k=2, depth=3))
+    (fast,) = ns.generate(
+        smollm2, [text], sampling, draft=ns.load_draft("ngram", smollm2), speculation=ns.Speculation(top_k=2, depth=3)
+    )
     assert (fast.tokens, fast.target_logp, fast.text) == (plain.tokens, plain.target_logp, plain.text)
     assert sum(fast.accepted) > 0
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import nanospec_fn as ns
-from nanospec_fn import __main__, counterfactual, narrow, sampling, trace
+from nanospec_fn import __main__, acceptance, counterfactual, narrow, sampling, trace
 from nanospec_fn.counterfactual import Change
 from tests.scripted import as_tree, prompt, scripted, target
 
@@ -27,7 +27,7 @@ HUGE = str(10**30)
 
 
 def record(path, spec=WIDE, asked=MIXED, draft="frozen", prompts=PROMPTS):
-    ns.generate(target(), prompts, list(asked), ns.load_draft(draft, target()), spec, trace=path)
+    ns.generate(target(), prompts, list(asked), draft=ns.load_draft(draft, target()), speculation=spec, trace=path)
     return trace.read(path)
 
 
@@ -75,7 +75,7 @@ def test_the_record_is_rederived_as_bits(found, capsys):
     assert counterfactual.verify(whole) == ([], 0.0)
     code, out, _ = run(capsys, "replay", str(path))
     assert code == 0
-    assert "decisions equal, both log-probs equal as bits" in out
+    assert "decisions equal, both log-probs equal bit for bit" in out
     code, out, _ = run(capsys, "replay", str(path), "--json")
     assert code == 0
     assert json.loads(out)["equal"] is True
@@ -89,12 +89,12 @@ def test_a_verdict_does_not_depend_on_how_many_are_judged_together():
     logits = torch.randn(b, 4, vocab, generator=generator)
     tree = as_tree([[(1, -1, 1, -0.5), (2, -1, 1, -1.0), (3, 0, 2, -0.5)]] * b)
     many = sampling.controls([ns.Sampling(temperature=1.0, rule="power", alpha=0.3, seed=s) for s in range(b)])
-    evidence = sampling.weigh(logits, tree, many, torch.zeros(b, dtype=torch.int32))
-    together = sampling.decide(evidence, tree, many, 2).behaviour_logp
+    evidence = acceptance.weigh(logits, tree, many, torch.zeros(b, dtype=torch.int32))
+    together = acceptance.decide(evidence, tree, many, 2).behaviour_logp
     alone = []
     for i in range(b):
         one = tree_map(lambda x: x[i : i + 1].clone(), (evidence, tree, many))  # noqa: B023
-        alone.append(sampling.decide(*one, 2).behaviour_logp[0])
+        alone.append(acceptance.decide(*one, 2).behaviour_logp[0])
     assert torch.equal(torch.stack(alone), together)
 
 
@@ -105,6 +105,9 @@ CHANGES = {
     "position": lambda r: dataclasses.replace(r, position=r.position + 1),
     "finish": lambda r: dataclasses.replace(r, finish_reason="stop"),
     "origin": lambda r: dataclasses.replace(r, origin=[9, *r.origin[1:]]),
+    "accept": lambda r: dataclasses.replace(
+        r, nodes=dataclasses.replace(r.nodes, accept=[u / 2 for u in r.nodes.accept])
+    ),
 }
 
 
@@ -112,7 +115,7 @@ CHANGES = {
 def test_a_record_that_contradicts_itself_is_found(name, found, capsys, tmp_path):
     """Bug: a replay that compares a value with itself."""
     whole = found[3]
-    place = next(i for i, r in enumerate(whole.rounds) if not r.prefill)
+    place = next(i for i, r in enumerate(whole.rounds) if any(r.nodes.depth))
     rounds = [*whole.rounds]
     rounds[place] = CHANGES[name](rounds[place])
     wrong, _ = counterfactual.verify(dataclasses.replace(whole, rounds=rounds))
@@ -127,6 +130,43 @@ def test_a_record_that_contradicts_itself_is_found(name, found, capsys, tmp_path
     assert code == 1
     assert f"line {place + 2}" in out
     assert "DIFFERENT" in out
+
+
+def test_a_forged_draw_with_all_that_follows_from_it_is_found(found):
+    """Bug: a draw is trusted, so that a decision can be forged with its log-probs, and later rounds dropped."""
+    whole = found[3]
+    asked = [r.sampling for r in whole.header.requests]
+    for i, r in enumerate(whole.rounds):
+        if r.request == 1 and any(r.nodes.depth):
+            for u in (1e-6, 0.999999):
+                nodes = dataclasses.replace(r.nodes, accept=[u] * len(r.nodes.accept))
+                forged = dataclasses.replace(r, nodes=nodes)
+                (block,) = counterfactual.judge(whole, [forged], [asked[1]])
+                origin = [nodes.depth[n] for n in block.path] + [0] * (len(block.tokens) - len(block.path))
+                parts = {f: getattr(block, f) for f in ("tokens", "path", "target_logp", "behaviour_logp")}
+                forged = dataclasses.replace(forged, **parts, origin=origin, finish_reason=block.finish_reason)
+                rest = [x for x in whole.rounds[i + 1 :] if x.request != 1]
+                wrong, _ = counterfactual.verify(dataclasses.replace(whole, rounds=[*whole.rounds[:i], forged, *rest]))
+                assert wrong
+                assert all(f"line {i + 2}: " in line and "accept of node" in line for line in wrong)
+
+
+def test_a_round_after_the_end_is_found_and_a_missing_end_is_said(found, capsys, tmp_path):
+    """Bugs: lines appended behind a request's stop pass; a file that lost its last whole lines looks complete."""
+    path, whole = found[2:]
+    assert whole.unfinished == []
+    last = whole.rounds[-1]
+    more = dataclasses.replace(last, position=last.position + len(last.tokens), step=last.step + 1)
+    wrong, _ = counterfactual.verify(dataclasses.replace(whole, rounds=[*whole.rounds, more]))
+    assert any("has ended before" in line for line in wrong)
+    (tmp_path / "t").write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    lost = trace.read(tmp_path / "t")
+    assert (lost.cut, lost.unfinished) == (False, [last.request])
+    code, out, _ = run(capsys, "replay", str(tmp_path / "t"))
+    assert code == 0
+    assert f"not ended in the file: request {last.request}" in out
+    code, out, _ = run(capsys, "replay", str(tmp_path / "t"), "--json")
+    assert json.loads(out)["unfinished"] == [last.request]
 
 
 def test_another_machine_may_differ_by_rounding(found):
@@ -234,7 +274,7 @@ def test_expected_acceptance_is_the_mean_over_draws(found):
         (evidence, tree), size = trace.to_evidence([r]), len(r.nodes.token)
         many = tree_map(lambda x: x.expand(n, -1), evidence)
         accept = torch.rand(n, size, generator=generator)
-        # A row's coupled draw: a candidate with its probability, else something that is no candidate (-9).
+        # A row's coupled draw: a candidate with its probability, else something that is not a candidate (-9).
         draw = torch.rand(n, size + 1, generator=generator)
         token = torch.full((n, size + 1), -9, dtype=torch.int32)
         for row in range(size + 1):
@@ -249,7 +289,7 @@ def test_expected_acceptance_is_the_mean_over_draws(found):
             tree, **{f.name: getattr(tree, f.name).expand(n, -1) for f in dataclasses.fields(tree)}
         )
         for asked in RULES.values():
-            verdict = sampling.decide(drawn, wide, sampling.controls([asked] * n), 3)
+            verdict = acceptance.decide(drawn, wide, sampling.controls([asked] * n), 3)
             mean = float(verdict.accepted.double().mean())
             assert counterfactual.expected(r, asked) == pytest.approx(mean, abs=0.04)
 
@@ -260,7 +300,7 @@ def test_sequences_are_exact_up_to_the_first_difference(found):
     change = Change("power", alpha=0.6)
     outcomes = counterfactual.counterfactual(whole, change)
     asked = [change.apply(r.sampling) for r in whole.header.requests]
-    other = ns.generate(target(), prompts, asked, ns.load_draft(draft, target()), WIDE)
+    other = ns.generate(target(), prompts, asked, draft=ns.load_draft(draft, target()), speculation=WIDE)
     rounds = [r for r in whole.rounds if not r.prefill]
     (blocks,) = [counterfactual.judge(whole, rounds, [asked[r.request] for r in rounds])]
     left = 0
@@ -303,7 +343,7 @@ def test_what_a_trace_cannot_answer_is_refused_by_name(tmp_path, capsys):
     record(tmp_path / "coupled", coupled, [ns.Sampling(**T1)] * 3)
     ns.generate(target(), PROMPTS, RULES["exact"], trace=tmp_path / "plain")
     own, greedy = scripted(PROMPTS[:1], 8), ns.Sampling(max_tokens=4)
-    ns.generate(target(), PROMPTS[:1], greedy, own, ns.Speculation(depth=4), trace=tmp_path / "own")
+    ns.generate(target(), PROMPTS[:1], greedy, draft=own, speculation=ns.Speculation(depth=4), trace=tmp_path / "own")
     for name, options, message in (
         ("greedy", ["--alpha", "0.5"], "temperature 0"),
         ("greedy", ["--tau", "0.5"], "temperature 0"),
@@ -312,12 +352,13 @@ def test_what_a_trace_cannot_answer_is_refused_by_name(tmp_path, capsys):
         ("coupled", ["--spec-depth", "3"], "depth 3 is not in the record"),
         ("coupled", ["--spec-topk", "3"], "top_k 3 is not in the record"),
         ("plain", ["--spec-depth", "1"], "without a draft"),
-        ("own", ["--spec-depth", "1"], "Scripted"),
+        ("own", ["--spec-depth", "1"], "scripted"),
         ("absent", [], "absent"),
     ):
         code, out, err = run(capsys, "replay", str(tmp_path / name), *options)
         assert (code, out) == (2, "")
         assert message in err
+        assert (options[0] if options else "argument FILE: ") in err
         assert len(err.splitlines()) == 1
     for name, options in (
         ("greedy", ["--spec-depth", "1"]),
@@ -332,9 +373,9 @@ def test_what_a_trace_cannot_answer_is_refused_by_name(tmp_path, capsys):
 BAD = {
     "--alpha": ("-1", "0", "1.5", "nan", "inf", "abc", HUGE),
     "--tau": ("-1", "1.5", "nan", "inf", "abc", HUGE, "1"),
-    "--accept-topk": ("-1", "0", "1.5", "nan", "inf", "abc", HUGE),
-    "--spec-depth": ("-1", "0", "1.5", "nan", "inf", "abc", HUGE),
-    "--spec-topk": ("-1", "0", "1.5", "nan", "inf", "abc", HUGE),
+    "--accept-topk": ("-1", "0", "1.5", "nan", "inf", "abc", HUGE, "1_0", " 1", "\u0661"),
+    "--spec-depth": ("-1", "0", "1.5", "nan", "inf", "abc", HUGE, "1_0", " 1", "\u0661"),
+    "--spec-topk": ("-1", "0", "1.5", "nan", "inf", "abc", HUGE, "1_0", " 1", "\u0661"),
 }
 CLASHES = [
     ("--alpha", "0.5", "--tau", "0.5"),
@@ -345,7 +386,7 @@ CLASHES = [
 
 @pytest.mark.parametrize("argv", [*((o, v) for o, values in BAD.items() for v in values), *CLASHES], ids=" ".join)
 def test_bad_values_are_refused_by_option(argv, capsys, monkeypatch):
-    """Bug (C20): a bad value is found after the file has been read, or is no error at all."""
+    """Bug (C20): a bad value is found after the file has been read, or not at all."""
 
     def read(*_):
         raise AssertionError("the trace was read before the arguments had been checked")
@@ -355,6 +396,14 @@ def test_bad_values_are_refused_by_option(argv, capsys, monkeypatch):
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert argv[-2] in err
+
+
+@pytest.mark.parametrize("command", ["replay", "kl"])
+def test_an_empty_path_is_refused_by_name(command, capsys):
+    """Bug: "" is taken for the folder that one stands in."""
+    code, out, err = run(capsys, command, "")
+    assert (code, out) == (2, "")
+    assert "argument FILE: the path of a trace is empty" in err
 
 
 def test_generate_writes_a_trace_and_refuses_a_bad_path(capsys, monkeypatch, tmp_path):
@@ -367,7 +416,7 @@ def test_generate_writes_a_trace_and_refuses_a_bad_path(capsys, monkeypatch, tmp
     assert (code, err) == (0, "")
     assert sum(len(r.tokens) for r in trace.read(tmp_path / "t").rounds) == 6
     monkeypatch.delattr(ns, "load")
-    for bad in (tmp_path, tmp_path / "absent" / "t"):
+    for bad in (tmp_path, tmp_path / "absent" / "t", "", "x" * 300):
         code, out, err = run(capsys, *argv, str(bad))
         assert (code, out) == (2, "")
         assert "argument --trace" in err

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from nanospec_fn import filters, rng, sampling
-from nanospec_fn.sampling import Draws, Sampling, accept, controls, log_probs
+from nanospec_fn import acceptance, filters, rng
+from nanospec_fn.acceptance import Draws, accept
+from nanospec_fn.filters import log_probs
+from nanospec_fn.sampling import Sampling, controls
 from nanospec_fn.struct import bytes_equal
 from nanospec_fn.trees import Tree
 
@@ -75,7 +77,6 @@ def test_an_exact_round_emits_what_plain_decoding_does(temperature, right):
     assert torch.equal(verdict.target_logp[0, : right + 1], torch.stack(logps[: right + 1]))
     assert torch.equal(verdict.behaviour_logp, verdict.target_logp)
     assert verdict.path[0].tolist() == list(range(right)) + [-1] * (depth - right)
-    assert verdict.taken[0].tolist() == [True] * right + [False] * (depth - right)
 
 
 # Lossy rules, by hand
@@ -160,7 +161,7 @@ def test_relaxed_by_hand():
 def test_rank_breaks_ties_by_id():
     rows = torch.zeros(1, 4, 4)
     tree = tree_of([(0, -1, -0.1), (2, -1, -0.2), (3, -1, -0.3)])
-    evidence = sampling.weigh(rows, tree, controls([Sampling(temperature=1.0)]), torch.tensor([0]), full=True)
+    evidence = acceptance.weigh(rows, tree, controls([Sampling(temperature=1.0)]), torch.tensor([0]), full=True)
     assert evidence.node_rank.tolist() == [[0, 2, 3]]
 
 
@@ -185,7 +186,7 @@ def test_an_absent_node_is_never_accepted():
         verdict = accept(ROOT.expand(1, 3, 3), absent, controls([rule]), torch.tensor([0]), 2, draws)
         assert verdict.tokens.tolist() == [[0, -1, -1]]
         assert verdict.behaviour_logp[0, 0].item() == pytest.approx(math.log(0.5))
-        assert not verdict.taken.any()
+        assert (verdict.path == -1).all()
 
 
 @pytest.mark.parametrize("peak", [0.0, 5.0, 10.0, 16.0, 40.0, 90.0])
@@ -246,8 +247,8 @@ def test_skipping_what_no_rule_asks_for_changes_no_bit():
     logits, tree, request, position = mixed()
     exact = dataclasses.replace(request, rule=torch.zeros_like(request.rule))
     for c in (request, exact):
-        lazy, full = (sampling.weigh(logits, tree, c, position, full=f) for f in (False, True))
-        assert bytes_equal(sampling.decide(lazy, tree, c, 3), sampling.decide(full, tree, c, 3))
+        lazy, full = (acceptance.weigh(logits, tree, c, position, full=f) for f in (False, True))
+        assert bytes_equal(acceptance.decide(lazy, tree, c, 3), acceptance.decide(full, tree, c, 3))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -278,7 +279,7 @@ def test_draws_do_not_depend_on_the_layout_of_the_tree(seed):
 def test_draws_are_named_by_position_purpose_and_token():
     """Catches a position by row in place of depth, one off, or a purpose used twice."""
     logits, tree, request, position = mixed()
-    evidence = sampling.weigh(logits, tree, request, position, full=True)
+    evidence = acceptance.weigh(logits, tree, request, position, full=True)
     logp = log_probs(logits[1], *(x[1].expand(6) for x in (request.temperature, request.top_k, request.top_p)))
     for node in range(5):
         at = position[1] + tree.depth[1, node] - 1

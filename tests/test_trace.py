@@ -27,7 +27,7 @@ MIXED = [
 
 def run(path, spec=TREE, sampling=MIXED, **changes):
     draft = ns.load_draft("frozen", target()) if spec else None
-    return ns.generate(target(), PROMPTS, sampling, draft, spec, trace=path, **changes)
+    return ns.generate(target(), PROMPTS, sampling, draft=draft, speculation=spec, trace=path, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_rounds_add_up_to_the_completions(recorded):
     assert [r.step for r in found.rounds] == sorted(r.step for r in found.rounds)
     assert found.header.requests[2].sampling == MIXED[2]
     assert found.header.speculation == TREE
-    assert found.header.draft == "ModelCopy"
+    assert found.header.draft == "model"
 
 
 def test_evidence_is_that_of_a_full_recompute(recorded):
@@ -160,7 +160,7 @@ def test_a_cut_off_file_gives_all_whole_rounds(recorded, tmp_path):
         assert found.cut == (end not in starts)
     for end in (0, 10, len(lines[0]) - 1):
         file.write_bytes(text[:end])
-        with pytest.raises(ValueError, match="line 1: no whole header"):
+        with pytest.raises(ValueError, match="line 1: the header is incomplete"):
             trace.read(file)
 
 
@@ -191,6 +191,66 @@ def damage(raw, name):
 DAMAGES = ["NaN", "missing", "unknown", "type", "length", "request", "seed", "huge", "parent", "accept"]
 
 
+def first(column, value):
+    return lambda raw: raw["nodes" if column in raw["nodes"] else "rows"][column].__setitem__(0, value)
+
+
+IMPOSSIBLE = {  # name: what is done to a round, or to a prefill
+    "a version": lambda raw: raw.update(policy_version=99),
+    "prefill": lambda raw: raw.update(prefill=not raw["prefill"]),
+    "position": lambda raw: raw.update(position=0),
+    "path": lambda raw: raw.update(path=[99]),
+    "path below 0": lambda raw: raw.update(path=[-5]),
+    "absent with a parent": lambda raw: [c.__setitem__(-1, x) for c, x in absent(raw, 99)],
+    "absent with a huge parent": lambda raw: [c.__setitem__(-1, x) for c, x in absent(raw, 10**12)],
+    "absent with a parent below": lambda raw: [c.__setitem__(-1, x) for c, x in absent(raw, -9)],
+    "a log-prob above 0": first("target_logp", 5.0),
+    "draft_logp": first("draft_logp", 3.0),
+    "score": first("score", -77.0),
+    "infinite": first("draft_logp", "1e400"),
+    "infinite mass": first("rest_mass", "1e400"),
+    "beyond fp32": first("draft_logp", -1e39),
+    "mass": first("rest_mass", -20.0),
+    "no mass": first("rest_mass", None),
+    "a draw of nothing": first("logp", None),
+    "siblings": lambda raw: first("token", raw["nodes"]["token"][1])(raw),
+    "a node less": lambda raw: [c.pop() for c in (*raw["nodes"].values(), *raw["rows"].values())],
+    "step": lambda raw: raw.update(step=-7),
+    "no ms": lambda raw: raw.update(ms={}),
+    "ms": lambda raw: raw.update(ms={"step": None}),
+    "emitted": lambda raw: raw["target_logp"].__setitem__(0, None),
+    "token": lambda raw: raw["tokens"].__setitem__(0, -1),
+}
+
+
+def absent(raw, parent):
+    nodes = raw["nodes"]
+    return (nodes["depth"], 0), (nodes["token"], -1), (nodes["parent"], parent)
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_evidence_that_no_round_has_is_a_damaged_line(name, recorded, tmp_path):
+    """Bugs: a forged line is replayed as equal, counted by `kl`, or ends in an IndexError."""
+    lines = recorded[0].read_text().splitlines()
+    number = next(i for i, line in enumerate(lines) if '"prefill":false' in line)
+    raw = json.loads(lines[number])
+    IMPOSSIBLE[name](raw)
+    lines[number] = json.dumps(raw).replace('"1e400"', "1e400")
+    file = tmp_path / "damaged"
+    file.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=rf"damaged: line {number + 1}: "):
+        trace.read(file)
+
+
+def test_a_prefill_is_one(recorded, tmp_path):
+    """Bug: a prefill that is marked as a round is counted as one."""
+    lines = recorded[0].read_text().splitlines()
+    lines[1] = lines[1].replace('"prefill":true', '"prefill":false')
+    (tmp_path / "t").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match="line 2: prefill is False at position"):
+        trace.read(tmp_path / "t")
+
+
 @pytest.mark.parametrize("name", [*DAMAGES, "syntax", "empty"])
 def test_a_damaged_line_is_named(name, recorded, tmp_path):
     """Bug: damage in the middle is skipped like a cut at the end, or ends in a traceback without a place."""
@@ -213,10 +273,13 @@ def test_what_is_no_trace_of_this_version_is_refused(recorded, tmp_path):
     header, *rest = path.read_text().splitlines()
     file = tmp_path / "other"
     for change, message in (
-        ({"version": 2}, "version 2 is unknown"),
-        ({"version": True}, "version True is unknown"),
-        ({"format": "x"}, "no header"),
+        ({"version": 2}, "version 2 is not supported"),
+        ({"version": True}, "version True is not supported"),
+        ({"format": "x"}, "not the header"),
         ({"model": None}, "model"),
+        ({"speculation": {"top_k": 0, "depth": 3, "num_nodes": None, "coupled": False}}, "top_k"),
+        ({"requests": [json.loads(header)["requests"][0] | {"limit": 10**30}]}, "request 0"),
+        ({"requests": [json.loads(header)["requests"][0] | {"prompt_tokens": -1}]}, "request 0"),
     ):
         file.write_text("\n".join([json.dumps(json.loads(header) | change), *rest]) + "\n")
         with pytest.raises(ValueError, match=f"other: line 1: .*{message}"):
@@ -225,6 +288,9 @@ def test_what_is_no_trace_of_this_version_is_refused(recorded, tmp_path):
         trace.read(tmp_path / "absent")
     with pytest.raises(ValueError, match=tmp_path.name):
         trace.read(tmp_path)
+    for bad in ("", "a\0b"):
+        with pytest.raises(ValueError, match=r"path|a.x00b"):
+            trace.read(bad)
 
 
 def test_an_unwritable_trace_is_refused_before_any_work(tmp_path, monkeypatch):
@@ -238,6 +304,9 @@ def test_an_unwritable_trace_is_refused_before_any_work(tmp_path, monkeypatch):
         run(tmp_path / "absent" / "t")
     with pytest.raises(ValueError, match="is a folder"):
         run(tmp_path)
+    for bad in (3, True, b"t", "", "a\0b", "x" * 300):
+        with pytest.raises(ValueError, match=r"^trace "):
+            run(bad)
     with pytest.raises(ValueError, match="policy_version"):
         run(trace.File(tmp_path / "t", policy_version=-1))
     prepared = ns.prepare(target())
@@ -282,6 +351,54 @@ def test_a_stream_that_is_left_early_keeps_its_rounds(tmp_path):
     assert trace.read(tmp_path / "t") == found
 
 
+def test_a_busy_engine_leaves_an_older_trace_alone(tmp_path):
+    """Bug: the file is truncated, then the engine refuses."""
+    prepared = ns.prepare(target(), record=True)
+    chunks = ns.stream(target(), PROMPTS[:2], engine=prepared)
+    next(chunks)
+    (tmp_path / "t").write_text("older")
+    with pytest.raises(ValueError, match="still serves"):
+        ns.generate(target(), PROMPTS[:1], engine=prepared, trace=tmp_path / "t")
+    chunks.close()
+    assert (tmp_path / "t").read_text() == "older"
+
+
+def test_a_full_disk_costs_the_trace_and_no_completion(tmp_path, monkeypatch):
+    """Bug: the OSError of a trace loses what was generated, or lines follow on a torn one."""
+    write, lines = trace.Writer.write, []
+
+    def full(writer, record):
+        lines.append(record)
+        if len(lines) == 4:
+            writer._out.write(b'{"step":')
+            raise OSError(28, "No space left on device")
+        write(writer, record)
+
+    monkeypatch.setattr(trace.Writer, "write", full)
+    with pytest.warns(RuntimeWarning, match=r"trace .*t ends early.*No space left on device"):
+        out = run(tmp_path / "t")
+    assert [repr(vars(c)) for c in out] == [repr(vars(c)) for c in run(None)]
+    found = trace.read(tmp_path / "t")
+    assert (found.rounds, found.cut, len(lines)) == (lines[:3], True, 4)
+
+
+def test_an_interrupt_at_the_file_costs_no_tokens(tmp_path, monkeypatch):
+    """Bug: the trace has a round that its completion lacks."""
+    write, lines = trace.Writer.write, []
+
+    def interrupted(writer, record):
+        write(writer, record)
+        lines.append(record)
+        if len(lines) == 7:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trace.Writer, "write", interrupted)
+    out = run(tmp_path / "t")
+    found = trace.read(tmp_path / "t")
+    assert [[t for r in found.rounds if r.request == i for t in r.tokens] for i in range(5)] == [c.tokens for c in out]
+    assert found.unfinished == [i for i, c in enumerate(out) if c.finish_reason == "aborted"] != []
+
+
 def test_prompts_that_cannot_fit_keep_the_numbering(tmp_path):
     """Bug: requests and prompts are numbered alike although a prompt was left out."""
     config = ns.EngineConfig(num_pages=2, page_size=16)
@@ -303,7 +420,9 @@ def test_a_preempted_request_is_recorded_once(tmp_path):
     prompts = [prompt(8, seed=s) for s in range(3)]
     asked = [dataclasses.replace(MIXED[i], max_tokens=20) for i in (0, 1, 3)]
     draft = ns.load_draft("frozen", target())
-    tight = ns.generate(target(), prompts, asked, draft, ns.Speculation(depth=3), config, trace=tmp_path / "t")
+    tight = ns.generate(
+        target(), prompts, asked, draft=draft, speculation=ns.Speculation(depth=3), engine=config, trace=tmp_path / "t"
+    )
     found = trace.read(tmp_path / "t")
     # A request that waits for pages lets the others go on: steps without it.
     steps = {r.step for r in found.rounds}

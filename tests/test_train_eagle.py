@@ -175,7 +175,7 @@ def test_training_lowers_the_loss_and_raises_the_engines_acceptance(target, data
         return sum(len(o.tokens) - 1 for o in out) / sum(len(o.accepted) for o in out)
 
     scale = torch.ones(1)
-    before = mean(eagle_loss.complete(eagle_loss.trainable(untrained), trained.params.target_id, scale, torch.float32))
+    before = mean(eagle_loss.assemble(eagle_loss.trainable(untrained), trained.params.target_id, scale, torch.float32))
     after = mean(trained.params)
     assert after > before + 0.1
 
@@ -240,11 +240,11 @@ def test_resume_has_the_same_bits_wherever_it_died(target, data, tmp_path):
 
 
 def test_resume_refuses_another_recipe(target, data, tmp_path):
-    """Catches: a state gone on with under another learning rate, seed or length, whose result is no run's."""
+    """Catches: a state resumed under another learning rate, seed or length, whose result no single run would give."""
     run_until(target, data, tmp_path, 4, 3)
-    with pytest.raises(ValueError, match=r"train.safetensors: is of a run with lr 0.001, not 0.5"):
+    with pytest.raises(ValueError, match=r"train.safetensors: belongs to a run with lr 0.001, not 0.5"):
         run_until(target, data, tmp_path, 4, None, "--lr", "0.5")
-    with pytest.raises(ValueError, match="is of a run with steps 4, not 5"):
+    with pytest.raises(ValueError, match="belongs to a run with steps 4, not 5"):
         run_until(target, data, tmp_path, 5)
 
 
@@ -449,8 +449,8 @@ BAD = {
     "--prompts x/mt_bench_question.jsonl": "--prompts: 'x/mt_bench_question.jsonl': a test set is not for training",
     "--prompts gsm8k_test.jsonl:5": "a test set is not for training",
     "--lm-head tied": "--lm-head: invalid choice",
-    "--data nowhere.npz": "--data: nowhere.npz is not there",
-    "": "--prompts: needed",
+    "--data nowhere.npz": "--data: nowhere.npz does not exist",
+    "": "--prompts: required",
 }
 
 

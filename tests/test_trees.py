@@ -27,6 +27,16 @@ def grow(levels: list, top_k: int) -> Tree:
     return tree
 
 
+def level(tree: Tree, depth: int, top_k: int) -> Tree:
+    """The nodes at `depth` of an unpruned tree."""
+    return tree_map(lambda x: x[(depth - 1) * top_k : depth * top_k], tree)
+
+
+def ancestors(tree: Tree, depth: int) -> torch.Tensor:
+    """[N, D] each node's path to itself."""
+    return trees.path(tree, torch.arange(len(tree.token)), depth)
+
+
 def columns(tree: Tree) -> dict[str, list]:
     return {
         "token": tree.token.tolist(),
@@ -43,7 +53,7 @@ def test_golden(case):
     assert columns(tree) == case["tree"]
     pruned = trees.prune(tree, case["num_nodes"], case["top_k"])
     assert columns(pruned) == case["pruned"]
-    assert trees.ancestors(pruned, len(case["levels"])).tolist() == case["ancestors"]
+    assert ancestors(pruned, len(case["levels"])).tolist() == case["ancestors"]
 
 
 def oracle(levels: list, top_k: int) -> list[tuple]:
@@ -126,7 +136,7 @@ def test_a_pruned_tree_is_a_tree(case):
         if d:
             assert p < i
             assert d == (1 if p < 0 else depth[p] + 1)
-    paths = trees.ancestors(tree, len(levels)).tolist()
+    paths = ancestors(tree, len(levels)).tolist()
     for i, path in enumerate(paths):
         assert [x for x in path if x >= 0] == path[: depth[i]]
         assert depth[i] == 0 or path[depth[i] - 1] == i
@@ -147,21 +157,21 @@ def test_vmap_equals_one_slot(cases):
         token, logp = (torch.tensor([x[depth - 1][i] for x in lists]) for i in (0, 1))
         tree = vmap(lambda t, c, p, d=depth: trees.expand(t, d, c, p))(tree, token, logp)
     pruned = vmap(partial(trees.prune, num_nodes=num_nodes, top_k=top_k))(tree)
-    paths = vmap(partial(trees.ancestors, depth=len(levels)))(pruned)
+    paths = vmap(partial(ancestors, depth=len(levels)))(pruned)
     for slot, mine in enumerate(lists):
         alone = trees.prune(grow(mine, top_k), num_nodes, top_k)
         assert as_tuples(tree_map(lambda x, i=slot: x[i], pruned)) == as_tuples(alone)
-        assert torch.equal(paths[slot], trees.ancestors(alone, len(levels)))
+        assert torch.equal(paths[slot], ancestors(alone, len(levels)))
 
 
 def test_level_and_parent_row():
     """Catches parents counted in the whole tree where a row of the level above is meant."""
     case = next(c for c in GOLDEN if c["name"] == "two levels, ties by id")
     tree = grow(case["levels"], case["top_k"])
-    second = trees.level(tree, 2, 2)
+    second = level(tree, 2, 2)
     assert second.token.tolist() == case["tree"]["token"][2:4]
     assert trees.parent_row(second, 2, 2).tolist() == case["tree"]["parent"][2:4]
-    assert trees.parent_row(trees.level(tree, 1, 2), 1, 2).tolist() == [0, 0]
+    assert trees.parent_row(level(tree, 1, 2), 1, 2).tolist() == [0, 0]
 
 
 def test_path_of_a_node_and_of_the_root():

@@ -19,7 +19,7 @@ if importlib.util.find_spec("triton") is None and os.environ.get("NANOSPEC_GATE"
 os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, and nothing else here imports it
 
 import nanospec_fn as ns
-from nanospec_fn import acceptance, draft, filters, pages, sampling, struct, trees
+from nanospec_fn import acceptance, filters, pages, sampling, struct, trees
 from nanospec_fn.kernels import attend, gemm, gpu, head, rows, tree, vocab
 
 
@@ -177,7 +177,7 @@ def test_tree_kernels_agree_with_one_slots_logic(k, levels):
     """Bugs: another order among ties, or a greedy chain that is lost or goes on after its end."""
     generator = torch.Generator().manual_seed(k)
     b = 6
-    got = want = draft.empty_trees(b, k * levels, torch.device("cpu"))
+    got = want = trees.init_all(b, k * levels)
     for level in range(1, levels + 1):
         m = 1 if level == 1 else k
         token = torch.rand(b, m, 2 * k, generator=generator).argsort(-1)[..., :k]

@@ -138,7 +138,7 @@ def test_pickles_are_not_executed(state, tmp_path):
         ({"hidden_size": ...}, "hidden_size must be a positive integer, got None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"num_attention_heads": "8"}, "num_attention_heads"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 8 is no multiple of num_key_value_heads 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": 6}, "head_dim must be a multiple of 4"),
         ({"rms_norm_eps": None, "rope_theta": 0}, "rope_theta"),
         ({"eos_token_id": "2"}, "eos_token_id"),

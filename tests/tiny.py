@@ -36,22 +36,22 @@ COMMON = {
     "bos_token_id": 1,
     "torch_dtype": "float32",
 }
-# config.json by the rows of cases/checkpoints.md, scaled down.
+# config.json in the forms that public checkpoints have, scaled down.
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": COMMON  # C1: untied, list of EOS, no head_dim
+    "llama-3.1-8b": COMMON  # untied, list of EOS, no head_dim
     | {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
     | {"intermediate_size": 112, "vocab_size": 160, "rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING}
     | {"tie_word_embeddings": False, "eos_token_id": [128, 130, 131], "attention_bias": False, "mlp_bias": False},
-    "llama-3.2-1b": COMMON  # C2: tied, head_dim given and not hidden / heads
+    "llama-3.2-1b": COMMON  # tied, head_dim given and not hidden / heads
     | {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
     | {"intermediate_size": 128, "vocab_size": 162, "rope_theta": 500000.0}
     | {"rope_scaling": LLAMA3_SCALING | {"factor": 32.0}, "tie_word_embeddings": True, "eos_token_id": 129},
-    "smollm2-135m": COMMON  # C3: 9/3 heads, theta an int, tied, unknown keys
+    "smollm2-135m": COMMON  # 9/3 heads, theta an int, tied, unknown keys
     | {"hidden_size": 72, "num_hidden_layers": 5, "num_attention_heads": 9, "num_key_value_heads": 3}
     | {"intermediate_size": 96, "vocab_size": 128, "rope_theta": 100000, "rope_scaling": None, "eos_token_id": 0}
     | {"bos_token_id": 0, "tie_word_embeddings": True, "rope_interleaved": False, "is_llama_config": True}
     | {"transformers.js_config": {"dtype": "q4", "kv_cache_dtype": {"q4f16": "float16"}}},
-    "tinyllama-1.1b": COMMON  # C4: 8 query heads to one KV head, untied, no mlp_bias key
+    "tinyllama-1.1b": COMMON  # 8 query heads to one KV head, untied, no mlp_bias key
     | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1}
     | {"intermediate_size": 80, "vocab_size": 96, "rope_theta": 10000.0, "rope_scaling": None, "eos_token_id": 2}
     | {"tie_word_embeddings": False},

@@ -13,6 +13,12 @@ from torch import Tensor
 
 from nanospec_fn.kernels import cpu
 
+# Over a tree's few nodes, in plain torch on any device.
+from nanospec_fn.kernels.cpu import exp as exp
+from nanospec_fn.kernels.cpu import log_add_exp as log_add_exp
+from nanospec_fn.kernels.cpu import log_one_minus_exp as log_one_minus_exp
+from nanospec_fn.kernels.cpu import log_sum_exp_few as log_sum_exp_few
+
 
 def _of(x: Tensor) -> ModuleType:
     if not x.is_cuda or x.dtype == torch.float64:  # float64 is for checks: the library's arithmetic, no promise

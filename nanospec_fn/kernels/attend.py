@@ -82,11 +82,14 @@ def _finish(mass, mix):
 @triton.jit
 def _attend(
     q, pool, out, tops, masses, mixes, position, base, path, table,
-    scale, pool_page, pool_half, pool_slot, R, M, S, J, NB, K, D,
+    scale, q_row, pool_page, pool_half, pool_slot, R, M, S, J, NB, K, D,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (row tiles, B * K, splits). A tile is ROWS of a slot's R * G query rows, or one row's G for OWN."""
+    """Programs: (row tiles, B * K, splits). A tile is ROWS of a slot's R * G query rows, or one row's G for OWN.
+
+    PART: ALL, SHARED or OWN. SPLIT: store every block's share by itself, for `_merge`.
+    """
     slot, head = tl.program_id(1) // K, tl.program_id(1) % K
     lane = tl.arange(0, ROWS)
     if PART == 2:
@@ -109,7 +112,8 @@ def _attend(
 
     d = tl.arange(0, WIDTH)
     query = ((slot * R + row) * K + head).to(tl.int64) * G + group  # of [n * H]
-    q_tile = tl.load(q + query[:, None] * D + d[None, :], mask=live[:, None] & (d[None, :] < D), other=0)
+    q_at = q + (slot * R + row).to(tl.int64)[:, None] * q_row + (head * G + group)[:, None] * D + d[None, :]
+    q_tile = tl.load(q_at, mask=live[:, None] & (d[None, :] < D), other=0)
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     mass = tl.zeros((ROWS,), tl.float32)
     mix = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -198,6 +202,7 @@ def attend(
     size, kv_heads = pool.shape[2], pool.shape[3]
     groups, width = heads // kv_heads, triton.next_power_of_2(d)
     tree = isinstance(path, Tensor)
+    q = q if q.stride(2) == 1 and q.stride(1) == d else q.contiguous()
     position, page_table = position.contiguous(), page_table.contiguous()
     # What is not there is never read, but a kernel wants a pointer.
     ancestors = path.contiguous() if isinstance(path, Tensor) else position
@@ -221,8 +226,8 @@ def attend(
 
     def run(part: int, tiles: int, rows: int, splits: int) -> None:
         _attend[(tiles, b * kv_heads, splits if split else 1)](
-            q.contiguous(), pool, out, tops, masses, mixes, position, first,
-            ancestors, page_table, d**-0.5, pool.stride(0), pool.stride(1), pool.stride(2),
+            q, pool, out, tops, masses, mixes, position, first,
+            ancestors, page_table, d**-0.5, q.stride(0), pool.stride(0), pool.stride(1), pool.stride(2),
             r, page_table.shape[1], size, ancestors.shape[-1], per_query, kv_heads, d,
             G=groups, ROWS=rows, WIDTH=width, BLOCK=BLOCK, PART=part, SPLIT=split,
             num_warps=8 if rows >= 128 else 4, num_stages=2, enable_fp_fusion=False,

@@ -7,6 +7,7 @@ that differs between processors before it is used.
 Shapes: n rows, K/N the inner and outer width of a matrix.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +29,9 @@ def pick_gemm(dtype: torch.dtype = torch.float32) -> str:
             continue
         if all(_row_invariant(x[:, : w.shape[1]].contiguous(), w, gemm) for w in weights):
             return gemm
-    raise RuntimeError("no row-invariant matrix product was found on this CPU; promise G1 cannot hold here")
+    raise RuntimeError(
+        "no row-invariant matrix product on this CPU, so results would depend on the batch; see docs/numerics.md"
+    )
 
 
 def _row_invariant(x: Tensor, w: Tensor, gemm: str) -> bool:
@@ -124,6 +127,37 @@ def log_sum_exp(x: Tensor) -> Tensor:
     return top + torch.log(weights.sum(-1))[:n]
 
 
+LANES = 64  # fp32 values of a CPU's widest vectors, unrolled loops included
+
+
+def _whole(x: Tensor) -> Tensor:
+    """x [..., N] with N padded to whole vectors: what is left over of the last one takes scalar code, to other bits."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % LANES))
+
+
+def exp(x: Tensor) -> Tensor:
+    """exp of x [B, N]; a row's bits depend on that row alone, as those of the three functions below."""
+    return _whole(x).exp()[..., : x.shape[-1]]
+
+
+def log_add_exp(a: Tensor, b: Tensor) -> Tensor:
+    """log(exp(a) + exp(b)) of a, b [B, N]."""
+    return torch.logaddexp(_whole(a), _whole(b))[..., : a.shape[-1]]
+
+
+def log_one_minus_exp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) of x [B, N], x <= 0."""
+    whole = _whole(x)
+    near = whole > -math.log(2)
+    return torch.where(near, torch.log(-torch.expm1(whole)), torch.log1p(-whole.exp()))[..., : x.shape[-1]]
+
+
+def log_sum_exp_few(x: Tensor) -> Tensor:
+    """x [B, N, T] -> [B, N] over few terms, a tree's; `log_sum_exp` is for rows of a vocabulary."""
+    n, t = x.shape[-2:]
+    return torch.logsumexp(torch.nn.functional.pad(x, (0, -t % LANES, 0, -n % LANES), value=-torch.inf), -1)[..., :n]
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [n, 2I] -> silu(gate) * up [n, I]. Through exp: F.silu's vector and scalar paths differ in bits."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -149,7 +183,7 @@ def attention(q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], scale: 
 
     Args:
       q: [n, M, D], rows of n groups.
-      parts: (k [n * f, T, D], v [n * f, T, D], unseen [n, T / KV_BLOCK, M, KV_BLOCK]) in order of position. With f = 1
+      parts: (k [n * f, T, D], v [n * f, T, D], hidden [n, T / KV_BLOCK, M, KV_BLOCK]) in order of position. With f = 1
         a group's rows share their keys; otherwise f divides M and each M / f consecutive rows have their own. v must
         be finite where no row sees it.
       scale: multiplies the scores.
@@ -157,8 +191,8 @@ def attention(q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], scale: 
     """
     n, m, d = q.shape
     scores = [
-        (_merge_rows(_scores(q.reshape(k.shape[0], -1, d), k), n) * scale).masked_fill(unseen, -torch.inf)
-        for k, _, unseen in parts
+        (_merge_rows(_scores(q.reshape(k.shape[0], -1, d), k), n) * scale).masked_fill(hidden, -torch.inf)
+        for k, _, hidden in parts
     ]
     tops = [s.amax(dim=(1, 3)) for s in scores]
     top = tops[0] if len(tops) == 1 else torch.stack(tops).amax(0)
@@ -174,10 +208,10 @@ def attention(q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], scale: 
 
 
 def hide(mask: Tensor, kv_heads: int, groups: int) -> Tensor:
-    """mask [B, R, T], which rows see which positions -> `attention`'s unseen [B * K, T / KV_BLOCK, R * G, KV_BLOCK]."""
+    """mask [B, R, T], which rows see which positions -> `attention`'s hidden [B * K, T / KV_BLOCK, R * G, KV_BLOCK]."""
     b, r, t = mask.shape
-    unseen = ~mask.view(b, r, t // KV_BLOCK, KV_BLOCK).transpose(1, 2).repeat_interleave(groups, 2)
-    return unseen[:, None].expand(-1, kv_heads, -1, -1, -1).reshape(b * kv_heads, -1, r * groups, KV_BLOCK)
+    hidden = ~mask.view(b, r, t // KV_BLOCK, KV_BLOCK).transpose(1, 2).repeat_interleave(groups, 2)
+    return hidden[:, None].expand(-1, kv_heads, -1, -1, -1).reshape(b * kv_heads, -1, r * groups, KV_BLOCK)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Request(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`sampling.Evidence`: of nodes [B, N], of rows [B, R]."""
+    """`acceptance.Evidence`: of nodes [B, N], of rows [B, R]."""
 
     node_logp: Tensor
     node_rank: Tensor

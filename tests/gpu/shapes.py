@@ -83,7 +83,7 @@ def near_copy(target: model.Model, scale: float = 0.06) -> draft.Draft:
     def shake(x: Tensor) -> Tensor:
         return x + noise(*x.shape, seed=next(counter), scale=scale * float(x.float().std()))
 
-    return draft.Draft(draft_model.ModelCopy(target.cfg), pytree.tree_map(shake, target.params))
+    return draft.Draft(draft_model.LlamaDraft(target.cfg), pytree.tree_map(shake, target.params))
 
 
 def random_head(target: model.Model, draft_vocab: int) -> draft.Draft:

@@ -51,7 +51,12 @@ def run(shape, n, tokens, draft=None, tree=None, **engine):
     prompts, sampling = requests(shape, n, tokens)
     config = ns.EngineConfig(**({"max_slots": 8, "prefill_chunk": 64} | engine))
     return ns.generate(
-        target(shape), prompts, sampling, drafter(shape, draft) if draft else None, TREES.get(tree), config
+        target(shape),
+        prompts,
+        sampling,
+        draft=drafter(shape, draft) if draft else None,
+        speculation=TREES.get(tree),
+        engine=config,
     )
 
 
