@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import io
 import os
 import sys
 import time
@@ -23,7 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
         "generate",
         help="complete a prompt, with speculation",
         description="Complete a prompt: the text as it comes, then one line of statistics.",
-        epilog="Exit codes: 0; 2 for bad arguments; 1 for a failed run, or a difference that --compare found.",
+        epilog="Exit codes: 0; 2 for bad arguments; 1 for a failed or interrupted run, or a difference that --compare "
+        "found; 130 for Ctrl-C before or after the answer.",
     )
     generate.add_argument("prompt", metavar="PROMPT", help="the chat template is applied where the tokenizer has one")
     arguments.add_engine(generate)
@@ -72,6 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # characters that the terminal's encoding lacks
     try:
         try:
             args = build_parser().parse_args(argv)

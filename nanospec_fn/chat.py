@@ -40,7 +40,7 @@ def encode(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether text has an encoding: a lone surrogate, which is how Python passes on bytes that are no UTF-8, has none."""
+    """Whether text has an encoding: lone surrogates, as which Python passes on bytes that are not UTF-8, have none."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -108,6 +108,27 @@ def test_decode():
     assert chat.decode(None, tokens) is None
 
 
+@pytest.mark.parametrize("template", [None, tiny.TEMPLATE])
+def test_text_that_is_not_unicode_is_refused(template):
+    """Bug: a TypeError from inside the tokenizer."""
+    with pytest.raises(ValueError, match="prompt is not valid Unicode"):
+        chat.encode(tiny.tokenizer(template), "a\udcff")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "5", "\xff"])
+def test_damaged_tokenizer_files_are_named(name, text, tmp_path):
+    """Bug: whatever class of error the tokenizer's library happens to raise, without the file."""
+    tiny.tokenizer(tiny.TEMPLATE).save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(text.encode("latin1"))
+    with pytest.raises(ValueError, match=rf"/{name}: not "):
+        chat.from_folder(tmp_path)
+    (tmp_path / name).write_text("{}")
+    if name == "tokenizer.json":
+        with pytest.raises(ValueError, match=rf"{tmp_path}: .*'added_tokens'"):
+            chat.from_folder(tmp_path)
+
+
 def test_folder_with_a_tokenizer(tmp_path):
     raw = tiny.config("tinyllama-1.1b")
     tiny.write(tmp_path, raw, tiny.state_of(tiny.llama(raw)))

@@ -1,6 +1,8 @@
 """`python -m nanospec_fn generate` on a tiny checkpoint: output, exit codes, and bad values refused before any load."""
 
+import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -109,6 +111,13 @@ def test_bad_values_are_refused_by_option(option, value, draft, capsys, monkeypa
         (["--spec-depth", "4", "--spec-nodes", "3"], "--spec-nodes"),
         (["--spec-depth", "4", "--spec-topk", "2", "--spec-nodes", "9"], "--spec-nodes"),
         (["--json", "--show"], "--show"),
+        (["--draft", "ngram", "--coupled"], "--coupled"),
+        (["--draft", "none", "--coupled"], "--coupled"),
+        (["--draft", "none", "--spec-topk", "1"], "--spec-topk"),  # the defaults too are asked for in vain
+        (["--draft", "none", "--spec-depth", "5"], "--spec-depth"),
+        (["--draft", "none", "--spec-nodes", "5"], "--spec-nodes"),
+        (["--draft", "none", "--rule", "relaxed", "--tau", "0.5", "--temperature", "1"], "--rule"),
+        (["--draft", "none", "--rule", "power", "--alpha", "0.5", "--temperature", "1"], "--rule"),
     ],
 )
 def test_clashes_are_refused_by_option(argv, named, capsys, monkeypatch):
@@ -121,19 +130,43 @@ def test_clashes_are_refused_by_option(argv, named, capsys, monkeypatch):
     [
         ("NANOSPEC_MAX_NEW", "abc", "NANOSPEC_MAX_NEW"),
         ("NANOSPEC_MAX_NEW", "0", "NANOSPEC_MAX_NEW"),
-        ("NANOSPEC_BACKEND", "abc", "--backend"),
-        ("NANOSPEC_DEVICE", "abc", "--device"),
+        ("NANOSPEC_MAX_NEW", "1_0", "NANOSPEC_MAX_NEW"),
+        ("NANOSPEC_BACKEND", "abc", "NANOSPEC_BACKEND"),
+        ("NANOSPEC_BACKEND", "flashinfer", "NANOSPEC_BACKEND"),
+        ("NANOSPEC_DEVICE", "abc", "NANOSPEC_DEVICE"),
     ],
 )
 def test_bad_environment_is_refused(variable, value, named, capsys, monkeypatch):
-    """Bug: a default out of the environment skips the checks of an argument."""
+    """Bugs: a default out of the environment skips the checks of an argument, or is called an argument."""
     monkeypatch.setenv(variable, value)
-    assert named in refused(capsys, monkeypatch, "Hi")
+    device = ["--device", "cpu"] if variable == "NANOSPEC_BACKEND" else []
+    assert f"error: environment variable {named}: " in refused(capsys, monkeypatch, "Hi", *device)
+
+
+def test_bad_limit_in_the_environment_matters_only_where_it_is_used(folder, capsys, monkeypatch):
+    """Bugs: `kl`, which generates nothing, or a run with --max-tokens stopped by it; named for a wrong option."""
+    monkeypatch.setenv("NANOSPEC_MAX_NEW", "abc")
+    assert run(capsys, "Hello", "--model", folder, "--max-tokens", "2")[0] == 0
+    assert __main__.build_parser().parse_args(["kl", "x"]).file == "x"
+    err = refused(capsys, monkeypatch, "Hi", "--max-tokens", "0")
+    assert "argument --max-tokens: " in err
+    assert "NANOSPEC_MAX_NEW" not in err
+
+
+@pytest.mark.parametrize(
+    "option", ["--max-tokens", "--top-k", "--seed", "--accept-topk", "--spec-topk", "--spec-depth"]
+)
+@pytest.mark.parametrize("value", ["1_000", " 1", "1 ", "+1", "\u0661", "9" * 5000])
+def test_integers_are_digits(option, value, capsys, monkeypatch):
+    """Bug: int() also takes underscores, spaces and the digits of every script."""
+    assert f"argument {option}: " in refused(capsys, monkeypatch, "Hi", option, value)
 
 
 def test_empty_prompt_and_unknown_options_are_refused(capsys, monkeypatch):
-    """Bugs: an empty prompt reaches the engine; `--temp` is taken for `--temperature`."""
-    assert "PROMPT" in refused(capsys, monkeypatch, "")
+    """Bugs: an empty prompt, bytes that are no text or an empty name get far; `--temp` is taken for `--temperature`."""
+    assert "PROMPT: is empty" in refused(capsys, monkeypatch, "")
+    assert "PROMPT: is not valid Unicode" in refused(capsys, monkeypatch, "a\udcff")
+    assert "--model: model is empty" in refused(capsys, monkeypatch, "Hi", "--model", "")
     assert "--temp" in refused(capsys, monkeypatch, "Hi", "--temp", "1")
 
 
@@ -273,6 +306,38 @@ def test_ctrl_c_keeps_what_there_is(folder, capsys, monkeypatch):
     assert out.splitlines()[-1].startswith("[1 tokens (aborted)")
 
 
+def test_ctrl_c_while_loading_is_no_traceback(capsys, monkeypatch):
+    """Bug: only the answer's own loop catches it."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ns, "load", interrupted)
+    assert run(capsys, "Hello") == (130, "", "")
+
+
+@pytest.mark.parametrize("argv", [("Hello", "--json"), ("Hello",), ("--help",)])
+def test_a_closed_pipe_ends_quietly(argv, folder):
+    """Bug: `| true` ends in a traceback, or in one more at exit from what is still buffered."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "nanospec_fn", "generate", *argv]
+    environment = {**os.environ, "NANOSPEC_MODEL": folder, "NANOSPEC_MAX_NEW": "4", "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_text_that_the_terminal_cannot_show_is_replaced(monkeypatch):
+    """Bug: UnicodeEncodeError in the middle of an answer under PYTHONIOENCODING=ascii."""
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    parser = SimpleNamespace(parse_args=lambda _: SimpleNamespace(run=lambda _: print("h\u00e9") or 0))
+    monkeypatch.setattr(__main__, "build_parser", lambda: parser)
+    assert __main__.main([]) == 0
+    assert stdout.buffer.getvalue() == b"h?\n"
+
+
 def test_environment_is_read_and_arguments_win(folder, capsys, monkeypatch):
     """Bug: a variable that only some code path reads, or one that beats an explicit argument."""
     monkeypatch.setenv("NANOSPEC_MODEL", folder)
@@ -311,12 +376,15 @@ def test_json_line_is_strict():
         "nested": {"x": torch.tensor(2)},
         "none": None,
         "ok": True,
+        "text": "h\u00e9 \u65e5",
     }
 
     def not_json(constant):
         raise AssertionError(constant)
 
-    assert json.loads(arguments.json_line(record), parse_constant=not_json) == {
+    line = arguments.json_line(record)
+    assert line.isascii()  # no terminal's encoding can fail on it
+    assert json.loads(line, parse_constant=not_json) == {
         "mean": None,
         "logp": [None, -0.5],
         "numpy": None,
@@ -325,6 +393,7 @@ def test_json_line_is_strict():
         "nested": {"x": 2},
         "none": None,
         "ok": True,
+        "text": "h\u00e9 \u65e5",
     }
 
 

@@ -320,3 +320,58 @@ def test_heads_for_another_target_are_refused(changes, named, target, tmp_path):
     taps = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
     with pytest.raises(ValueError, match=named):
         write_and_load(tmp_path, tiny.head_state(RAW), target, **(taps | changes))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("rope_scaling", 5, "an object"),
+        ("rope_parameters", [1], "an object"),
+        ("layer_types", 5, "a list"),
+        ("layer_types", "full_attention", "a list"),
+        ("architectures", 1, "a list"),
+        ("architectures", "LlamaForCausalLM", "a list"),
+    ],
+)
+def test_config_values_of_another_kind_are_named(key, value, what, tmp_path, state):
+    """Bug: a TypeError or AttributeError from deep inside, or a string taken apart letter by letter."""
+    path = tiny.write(tmp_path, RAW | {key: value}, state)
+    with pytest.raises(ValueError, match=rf"{path}: {key} must be {what}, got"):
+        load(path)
+
+
+@pytest.mark.parametrize("key", ["eagle_config", "transformer_layer_config"])
+def test_head_config_values_of_another_kind_are_named(key, target, tmp_path):
+    with pytest.raises(ValueError, match=rf"{key} must be an object, got \[1\]"):
+        write_and_load(tmp_path, tiny.head_state(RAW), target, **{key: [1]})
+
+
+@pytest.mark.parametrize("eos", [-1, 96, 5000, [2, 96]])
+def test_eos_ids_are_in_the_vocabulary(eos, tmp_path, state):
+    """Bug: an id that no token has; the completion never ends, or its log-prob is read from elsewhere."""
+    named = rf"eos_token_id {eos[-1] if isinstance(eos, list) else eos} is not in the vocabulary of 96"
+    with pytest.raises(ValueError, match=named):
+        load(tiny.write(tmp_path / "a", RAW | {"eos_token_id": eos}, state))
+    with pytest.raises(ValueError, match=named):
+        load(tiny.write(tmp_path / "b", RAW, state, eos_token_id=eos))  # of generation_config.json
+
+
+def test_folders_and_wrong_values_in_place_of_files_are_named(tmp_path, state):
+    """Bugs: IsADirectoryError, which no caller expects; a TypeError for an index that lists a number."""
+    path = tiny.write(tmp_path / "m", RAW, state)
+    (path / "config.json").unlink()
+    (path / "config.json").mkdir()
+    with pytest.raises(ValueError, match=r"config\.json: cannot be read"):
+        load(path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"x": 5}}')
+    with pytest.raises(ValueError, match=r"index\.json: weight_map\.x must be a file's name, got 5"):
+        checkpoint.open_shards(index, checkpoint.open_safetensors)
+
+
+@pytest.mark.parametrize("name", ["", None, 5, b"m"])
+def test_a_model_has_a_name(name, target):
+    """Bug: "" is the current folder; None and numbers end in a TypeError."""
+    for loader in (weights.load, lambda name: weights.load_eagle(name, target)):
+        with pytest.raises(ValueError, match="model is empty" if name == "" else "model must be a name or a path"):
+            loader(name)
