@@ -35,7 +35,7 @@ def stale_draft_kv(patch: pytest.MonkeyPatch) -> None:
 
     def observe(original: Any, state: Any, features: Any, path: Any, live: Any) -> Any:
         kept = original(state, features, path, live)
-        last = (path >= 0).sum(1, keepdim=True)
+        last = torch.where(live[:, None], (path >= 0).sum(1, keepdim=True), 0)
         first = draft.rows_at(kept.feature, last)
         return struct.replace(kept, feature=torch.cat((first, kept.feature[:, 1:]), dim=1))
 
