@@ -16,7 +16,6 @@ if torch.cuda.is_available():
     pytest.skip("the kernels run for real in tests/gpu", allow_module_level=True)
 if importlib.util.find_spec("triton") is None and os.environ.get("NANOSPEC_GATE") != "1":
     pytest.skip("needs Triton (pip install --no-deps triton==3.9.0)", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, and nothing else here imports it
 
 import nanospec_fn as ns
 from nanospec_fn import acceptance, filters, pages, sampling, struct, trees
