@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from nanospec_fn import acceptance, filters, rng
 from nanospec_fn.acceptance import Draws, accept
 from nanospec_fn.filters import log_probs
-from nanospec_fn.sampling import Sampling, controls
+from nanospec_fn.sampling import RULES, Sampling, controls
 from nanospec_fn.struct import bytes_equal
 from nanospec_fn.trees import Tree
 
@@ -357,4 +357,7 @@ def test_good_values_pass():
         {"temperature": 1.0, "rule": "relaxed", "tau": 0.0},
         {"temperature": 1.0, "rule": "relaxed", "accept_top_k": 1},
     ):
-        Sampling(**fields).validate()
+        asked = Sampling(**fields)
+        asked.validate()
+        row = controls([asked])
+        assert (row.rule.item(), row.top_k.item()) == (RULES.index(asked.rule), asked.top_k)
