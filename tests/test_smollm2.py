@@ -16,6 +16,7 @@ DRAFTS = {
     "plain": ("none", None),
     "ngram chain": ("ngram", ns.Speculation(top_k=1, depth=5)),
     "ngram tree": ("ngram", ns.Speculation(top_k=3, depth=4, num_nodes=9)),
+    "eagle tree": ("eagle", ns.Speculation(top_k=4, depth=5)),
 }
 
 
