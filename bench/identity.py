@@ -1,0 +1,197 @@
+"""Is every configuration the same bits as plain decoding? `python -m bench.identity --bs 1:8x256 8:40x512 --shape 4x5`.
+
+For each temperature one plain run of the largest batch is the reference. Every shape, batch size, and eager or captured
+steps must give its tokens and target log-probs as bytes, and so must a prefill over prompt and output (`ns.score`).
+One strict JSON line a comparison is printed, and appended to --out; then a table; exit code 1 where a bit differs.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nanospec_fn as ns
+from bench import acceptance, prompts, revision, widen
+from nanospec_fn import arguments, chat
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much one comparison decodes."""
+
+    bs: int
+    prompts: int
+    tokens: int
+    eager: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is compared: a model with its draft and the prompts."""
+
+    model: ns.Model
+    draft: ns.Draft
+    name: str  # of the draft
+    requests: list[list[int]]
+
+
+def work(text: str) -> Work:
+    """The type of --bs and --eager: BS:PROMPTSxTOKENS."""
+    sizes = text.replace(":", "x").split("x")
+    if len(sizes) != 3 or not all(part.isascii() and part.isdecimal() and int(part) for part in sizes):
+        raise argparse.ArgumentTypeError(f"must be BS:PROMPTSxTOKENS, got {text!r}")
+    return Work(*map(int, sizes))
+
+
+def complete(
+    task: Task, one: Work, spec: ns.Speculation | None, temperature: float
+) -> tuple[list[ns.Completion], float]:
+    """The first prompts' completions, prompt i with seed i, and the seconds that a warm engine took."""
+    requests = task.requests[: one.prompts]
+    config = ns.EngineConfig(
+        max_slots=one.bs,
+        max_context=max(map(len, requests)) + one.tokens,
+        capture="off" if one.eager else "auto",
+    )
+    engine = ns.prepare(task.model, task.draft if spec else None, config, spec)
+    sampling = [ns.Sampling(max_tokens=one.tokens, temperature=temperature, seed=i) for i in range(len(requests))]
+    short = [dataclasses.replace(s, max_tokens=8) for s in sampling]
+    ns.generate(task.model, requests[: one.bs], short[: one.bs], engine=engine)
+    start = time.perf_counter()
+    out = ns.generate(task.model, requests, sampling, engine=engine)
+    return out, time.perf_counter() - start
+
+
+def differing(out: Sequence[ns.Completion], reference: Sequence[ns.Completion], tokens: int) -> int:
+    """Completions whose tokens or target log-probs are not the reference's first `tokens`."""
+    pairs = zip(out, reference, strict=False)
+    return sum(
+        o.tokens != r.tokens[:tokens] or o.target_logp != r.target_logp[:tokens] or o.behaviour_logp != o.target_logp
+        for o, r in pairs
+    )
+
+
+def compare(
+    task: Task, works: Sequence[Work], shapes: Sequence[ns.Speculation | None], temperature: float, scored: int
+) -> Iterator[dict[str, Any]]:
+    """One row per comparison at one temperature, the reference's own first.
+
+    Args: scored: completions of the reference that `ns.score` goes over.
+    """
+    reference: list[ns.Completion] = []
+    for spec in shapes:
+        for one in sorted(works, key=lambda w: (w.prompts * w.tokens, w.bs), reverse=True):
+            out, seconds = complete(task, one, spec, temperature)
+            rounds = sum(len(o.accepted) for o in out)
+            tokens = sum(len(o.tokens) for o in out)
+            row = dataclasses.asdict(one) | {"shape": name_of(spec), "temperature": temperature}
+            row |= {"out_tokens": tokens, "tok_s": tokens / seconds, "mean_accepted_len": ns.mean_accepted_len(out)}
+            row |= {"request_rounds": rounds, "seconds": seconds}
+            if not reference:
+                reference = out
+                row |= {"differing": differing_scores(task, out[:scored], temperature), "against": "score"}
+            else:
+                row |= {"differing": differing(out, reference, one.tokens), "against": PLAIN}
+            yield row
+
+
+def differing_scores(task: Task, out: Sequence[ns.Completion], temperature: float) -> int:
+    """Completions of which a prefill over prompt and output gives other log-probs."""
+    return sum(
+        ns.score(task.model, task.requests[i], o.tokens, ns.Sampling(temperature=temperature, seed=i)) != o.target_logp
+        for i, o in enumerate(out)
+    )
+
+
+def name_of(spec: ns.Speculation | None) -> str:
+    """A shape as --shape writes it."""
+    return f"{spec.top_k}x{spec.depth}" if spec else PLAIN
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: differing completions and tokens a second."""
+    lines = ["| shape | T | batch | prompts x tokens | steps | against | differing | tok/s | tokens a round |"]
+    lines.append("|" + "---|" * 9)
+    for r in rows:
+        accepted = "" if r["mean_accepted_len"] is None else f"{r['mean_accepted_len']:.2f}"
+        cells = [r["shape"], f"{r['temperature']:g}", r["bs"], f"{r['prompts']} x {r['tokens']}"]
+        cells += ["eager" if r["eager"] else "captured", r["against"], r["differing"], f"{r['tok_s']:.1f}", accepted]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options of bench.identity."""
+    parser = arguments.Parser(
+        prog="python -m bench.identity",
+        description="Compare every configuration with plain decoding, as bytes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--bs", nargs="+", type=work, default=[work("1:8x256"), work("8:40x512")], metavar="BS:PROMPTSxTOKENS")
+    add("--eager", nargs="*", type=work, default=[], metavar="BS:PROMPTSxTOKENS", help="the same, with eager steps")
+    add("--shape", nargs="+", type=acceptance.shape, default=[ns.Speculation()], metavar="TOPKxDEPTH[xNODES]")
+    add("--temperature", nargs="+", type=acceptance.temperature, default=[0.0, 1.0])
+    add("--score", type=arguments.positive, default=8, metavar="N", help="completions that ns.score goes over")
+    add("--prompts", default="mt-bench", help="mt-bench, gsm8k (from NANOSPEC_DATA) or a file")
+    add("--like", metavar="SHAPE", help="embed model and head in a larger shape first, in memory; see bench.widen")
+    add("--out", type=Path, help="file that the lines are appended to")
+    arguments.add_engine(parser)
+    return parser
+
+
+def load(args: argparse.Namespace, count: int) -> Task:
+    """Model, draft and the first `count` prompts."""
+    texts = prompts.load(args.prompts, count)
+    if args.like:
+        small = ns.load(args.model, device="cpu", dtype="fp32")
+        name, draft = arguments.load_draft(args.draft, small)
+        device = "cuda" if args.device == "auto" else args.device
+        model, draft = widen.widen_params(small, args.like, draft, device=device)
+    else:
+        model = ns.load(args.model, device=args.device)
+        name, draft = arguments.load_draft(args.draft, model)
+    if draft is None:
+        raise ValueError(f"argument --draft: a draft is needed, got {name}")
+    requests = [chat.encode(model.tokenizer, text) for text in texts]
+    return Task(dataclasses.replace(model, tokenizer=None), draft, name, requests)
+
+
+@torch.no_grad()
+def main(argv: list[str] | None = None) -> int:
+    """Compare everything; the exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    arguments.check_engine(parser, args)
+    works = [*args.bs, *(dataclasses.replace(one, eager=True) for one in args.eager)]
+    rows = []
+    try:
+        task = load(args, max(one.prompts for one in works))
+        weight = task.model.params.embed
+        about = {"model": task.model.name, "draft": task.name, "prompt_set": args.prompts, "dtype": str(weight.dtype)}
+        about |= {"gpu": torch.cuda.get_device_name(weight.device) if weight.is_cuda else "cpu"}
+        about |= {"torch": torch.__version__, "commit": revision.commit()}
+        for temperature in args.temperature:
+            for row in compare(task, works, [None, *args.shape], temperature, args.score):
+                line = arguments.json_line(row | about)
+                print(line, flush=True)
+                if args.out:
+                    with args.out.open("a", encoding="utf-8") as file:
+                        file.write(line + "\n")
+                rows.append(row)
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(" ".join(str(error).split()))
+    print(table(rows))
+    return int(any(row["differing"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
