@@ -1,0 +1,120 @@
+"""`python -m nanospec_fn picture`: a trace as text or as SVG; view.py, tally.py and picture.py make them.
+
+python -m nanospec_fn picture FILE                             the tree of a round, as text
+python -m nanospec_fn picture FILE --round 3 --out tree.svg    of another one, as SVG
+python -m nanospec_fn picture FILE --acceptance                what was accepted, by position in draft and answer
+"""
+
+import argparse
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from nanospec_fn import arguments, chat, checkpoint, picture, tally, trace, view
+
+PANELS = ("accepted by draft position", "accepted by position in the answer")
+
+
+def add_parser(commands: "argparse._SubParsersAction[arguments.Parser]") -> None:
+    """The `picture` command."""
+    parser = commands.add_parser(
+        "picture",
+        help="a round's tree, or acceptance by position, from a trace",
+        description="Show the tree of a recorded round, or how much was accepted by position, as text or as SVG.",
+        epilog="Exit codes: 0; 2 for bad arguments; 1 for a picture that cannot be written.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a trace written by generate --trace")
+    parser.add_argument("--acceptance", action="store_true", help="acceptance by position in the draft and the answer")
+    parser.add_argument(
+        "--request", type=natural, metavar="R", help="of the trace, from 0 (a tree: 0; with --acceptance: all)"
+    )
+    parser.add_argument(
+        "--round", type=natural, metavar="N", help="of the request, from 0 (the first that accepted the most)"
+    )
+    parser.add_argument("--model", metavar="M", help="whose tokenizer gives tokens their text (ids without it)")
+    parser.add_argument("--out", metavar="X.svg", help="write an SVG file in place of text")
+    parser.set_defaults(run=functools.partial(run, parser))
+
+
+def natural(text: str) -> int:
+    """The type of an index."""
+    number = arguments.integer(text)
+    if not 0 <= number < 2**31:
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 to 2147483647, got {text!r}")
+    return number
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """`picture`; the exit code."""
+    check(parser, args)
+    try:
+        found = trace.read(args.file)
+        if args.acceptance:
+            tried = tally.trials(found, args.request)
+        else:
+            record = view.pick(found, args.request or 0, args.round)
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(f"argument FILE: {error}")
+    if args.acceptance:
+        title = f"{found.header.draft} draft, {shape(found)}: acceptance of {len(tried)} tokens"
+        panels = dict(zip(PANELS, (tally.by_depth(tried), tally.by_place(tried)), strict=True))
+        if args.out is None:
+            print("\n\n".join([title, *("\n".join(tally.lines(*panel)) for panel in panels.items())]))
+            return 0
+        drawn = picture.acceptance(title, panels)
+    else:
+        shown, tokenizer = view.of(found, record), read_tokenizer(parser, args.model)
+        if args.out is None:
+            colour, encoding = view.coloured(sys.stdout), sys.stdout.encoding
+            print("\n".join([*view.lines(shown, tokenizer, colour, encoding), view.legend(shown)]))
+            return 0
+        drawn = picture.tree(shown, tokenizer)
+    try:
+        picture.save(args.out, drawn)
+    except OSError as error:
+        print(f"{parser.prog}: error: {args.out} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    print(args.out)
+    return 0
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse, before anything is read, what cannot be combined or written."""
+    if args.acceptance and args.round is not None:
+        parser.error("argument --round: not allowed with --acceptance")
+    if args.acceptance and args.model is not None:
+        parser.error("argument --model: not allowed with --acceptance")
+    if args.model == "":
+        parser.error("argument --model: model is empty")
+    if args.out is None:
+        return
+    folder = Path(args.out).parent
+    if not args.out or "\0" in args.out or Path(args.out).is_dir():
+        parser.error(f"argument --out: {args.out!r} is no name of a file")
+    if not folder.is_dir():
+        parser.error(f"argument --out: no such folder: {folder}")
+    if not os.access(folder, os.W_OK):
+        parser.error(f"argument --out: folder {folder} cannot be written")
+
+
+def shape(found: trace.Trace) -> str:
+    """A trace's tree in words."""
+    spec = found.header.speculation
+    assert spec is not None  # there are drafted tokens
+    return f"top_k {spec.top_k}, depth {spec.depth}, {spec.nodes} nodes"
+
+
+def read_tokenizer(parser: argparse.ArgumentParser, name: str | None) -> Any:
+    """A model's tokenizer without its weights, None where no model is named."""
+    if name is None:
+        return None
+    try:
+        source = checkpoint.open_checkpoint(name)
+        tokenizer = chat.from_gguf(source.metadata) if source.metadata else chat.from_folder(source.path)
+        if tokenizer is None:
+            raise ValueError(f"{name} has no tokenizer")
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(f"argument --model: {' '.join(str(error).split())}")
+    return tokenizer
