@@ -28,7 +28,7 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
-	if command -v nvidia-smi >/dev/null; then $(PIP) -e '.[test]'; else $(PIP) -e '.[test,interpreter]'; fi
+	if command -v nvidia-smi >/dev/null; then $(PIP) -e '.[test,rl,modal]'; else $(PIP) -e '.[test,rl,modal,interpreter]'; fi
 	touch $@
 
 clean:

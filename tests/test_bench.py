@@ -197,7 +197,7 @@ def test_bad_values_are_refused_by_option(argv, named, folder, tmp_path, capsys,
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (("vllm",), "'vllm' is not supported"),
+        (("abc",), "'abc' is not supported"),
         (("transformers", "--config", "tree", "--bs", "1"), "--config"),
         (("nanospec", "--config", "tree", "--draft", "none", "--bs", "1"), "--draft"),
         (("nanospec", "--config", "chain", "--draft", "eagle:/absent", "--bs", "1"), "/absent"),
