@@ -1,16 +1,19 @@
-"""The command line: `python -m nanospec_fn generate "PROMPT"`; replay.py and kl_command.py hold their own commands."""
+"""The command line: `python -m nanospec_fn generate "PROMPT"`; doctor.py, replay.py and kl_command.py hold theirs."""
 
 import argparse
+import contextlib
 import functools
 import io
 import os
 import sys
+import tempfile
 import time
 from array import array
 from collections.abc import Iterator
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, chat, kl_command, replay, trace
+from nanospec_fn import arguments, chat, doctor, kl_command, picture_command, replay, trace, view
+from nanospec_fn.program import VARIANTS
 
 DIM, RESET = "\033[2m", "\033[0m"
 COLOURS = tuple(f"\033[{code}m" for code in (32, 36, 34, 35, 33, 31))  # draft depths 1, 2, ...; the last for all deeper
@@ -35,6 +38,12 @@ def build_parser() -> argparse.ArgumentParser:
     tree.add_argument("--spec-depth", type=integer, metavar="D", help=f"levels ({default.depth})")
     tree.add_argument("--spec-nodes", type=integer, metavar="N", help="drafted nodes that are verified (K * D)")
     tree.add_argument("--coupled", action="store_true", help="proposals share the target's noise (rule exact)")
+    tree.add_argument(
+        "--variants",
+        choices=VARIANTS,
+        default="fixed",
+        help="auto: each round's tree is this one or smaller, by measured time (not in a trace or under a lossy rule)",
+    )
     sampling = generate.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=integer, metavar="N", help="(NANOSPEC_MAX_NEW, else 128)")
     sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(%(default)s: greedy)")
@@ -64,11 +73,20 @@ def build_parser() -> argparse.ArgumentParser:
     output = generate.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object a completion and nothing else")
     output.add_argument("--compare", action="store_true", help="also decode plainly; exit code 1 if a byte differs")
-    output.add_argument("--show", action="store_true", help="colour each token by where it came from")
-    output.add_argument("--trace", metavar="FILE", help="write what every round rested on, for `replay` and `kl`")
+    output.add_argument(
+        "--show", action="store_true", help="colour each token by where it came from, and print trees of rounds"
+    )
+    output.add_argument(
+        "--show-rounds", type=arguments.positive, metavar="N", help="with --show: the first N rounds that drafted (1)"
+    )
+    output.add_argument(
+        "--trace", metavar="FILE", help="write what every round rested on, for `replay`, `picture` and `kl`"
+    )
     generate.set_defaults(run=functools.partial(run_generate, generate))
+    doctor.add_parser(commands)
     replay.add_parser(commands)
     kl_command.add_parser(commands)
+    picture_command.add_parser(commands)
     return parser
 
 
@@ -93,10 +111,25 @@ def main(argv: list[str] | None = None) -> int:
 def run_generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """`generate`: every check that needs no model comes before the model."""
     sampling, speculation = check(parser, args)
+    with contextlib.ExitStack() as stack:
+        record = args.trace
+        if record is None and args.show and args.draft != "none":  # the trees are read from a trace
+            record = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "rounds.jsonl")
+        return answer(parser, args, sampling, speculation, record)
+
+
+def answer(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    sampling: ns.Sampling,
+    speculation: ns.Speculation,
+    record: str | None,
+) -> int:
+    """Complete the prompt and print what was asked for; the exit code. Args: record: where the trace goes."""
     try:
         model = ns.load(args.model, device=args.device)
         name, draft = arguments.load_draft(args.draft, model)
-        engine = ns.EngineConfig(max_slots=1, attend=args.backend)
+        engine = ns.EngineConfig(max_slots=1, attend=args.backend, variants=args.variants)
         chunks = ns.stream(
             model,
             [args.prompt],
@@ -104,14 +137,14 @@ def run_generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> i
             draft=draft,
             speculation=speculation if draft else None,
             engine=engine,
-            trace=args.trace,
+            trace=record,
         )
     except (ValueError, FileNotFoundError) as error:
         parser.error(" ".join(str(error).split()))
-    out = ns.Completion()
+    out, colour = ns.Completion(), view.coloured(sys.stdout)
     started = time.perf_counter()
     try:
-        for text in follow(chunks, out, model if args.show else None):
+        for text in follow(chunks, out, model if args.show and colour else None):
             if not args.json:
                 print(text, end="", flush=True)
     except KeyboardInterrupt:
@@ -125,12 +158,11 @@ def run_generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> i
     if args.json:
         print(arguments.json_line(vars(out) | ({"identical": identical} if verdict else {})))
     else:
-        print(
-            "\n"
-            + "\n".join(
-                line for line in (legend(out) if args.show else "", statistics(out, seconds, name), verdict) if line
-            )
-        )
+        shown = []
+        if args.show:
+            shown = [legend(out, colour)]
+            shown += trees(record, args.show_rounds or 1, model, colour) if record else []
+        print("", *shown, statistics(out, seconds, name), *([verdict] if verdict else []), sep="\n")
     return int(out.finish_reason == "aborted" or not identical)
 
 
@@ -182,6 +214,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[ns
             parser.error(f"argument --trace: {error}")
     if args.json and args.show:
         parser.error("argument --show: cannot be combined with --json")
+    if args.show_rounds is not None and not args.show:
+        parser.error("argument --show-rounds: needs --show")
     return sampling, speculation
 
 
@@ -206,11 +240,21 @@ def paint(text: str, origin: int) -> str:
     return f"{COLOURS[min(origin, len(COLOURS)) - 1]}{text}{RESET}" if origin and text else text
 
 
-def legend(out: ns.Completion) -> str:
+def legend(out: ns.Completion, colour: bool) -> str:
     """What the colours mean, with how many tokens came from where."""
     counts = [(d, out.origin.count(d)) for d in range(max(out.origin, default=0) + 1)]
-    names = [paint(f"draft depth {d}" if d else "the target's own", d) + f" {n}" for d, n in counts]
-    return f"{DIM}tokens:{RESET} " + ", ".join(names)
+    names = [(f"draft depth {d}" if d else "the target's own", d, n) for d, n in counts]
+    head = f"{DIM}tokens:{RESET} " if colour else "tokens: "
+    return head + ", ".join(f"{paint(name, d if colour else 0)} {n}" for name, d, n in names)
+
+
+def trees(file: str, count: int, model: ns.Model, colour: bool) -> list[str]:
+    """The trees of the first rounds that drafted something, as text."""
+    found = trace.read(file)
+    drafted = [r for r in view.rounds_of(found, 0) if any(r.nodes.depth)]
+    views = [view.of(found, r) for r in drafted[:count]]
+    encoding = sys.stdout.encoding or "ascii"
+    return [line for v in views for line in ("", *view.lines(v, model.tokenizer, colour, encoding), view.legend(v), "")]
 
 
 def statistics(out: ns.Completion, seconds: float, draft: str) -> str:

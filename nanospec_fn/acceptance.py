@@ -81,7 +81,7 @@ def weigh(
     On a CPU what no slot's rule asks for is left out, unless `full`, which a record needs that is to be judged under
     other rules. A verdict has the same bits either way.
     """
-    if logits.is_cuda and draws is None:
+    if kernels.on_device(logits) and draws is None:
         return weigh_on_device(logits, tree, controls, position, full)
     full = full or logits.is_cuda
     b, rows, v = logits.shape
@@ -129,14 +129,16 @@ def weigh_on_device(logits: Tensor, tree: Tree, controls: Controls, position: Te
     """`weigh` by kernels that read the logits only, and of each row only what its rule asks for."""
     from nanospec_fn.kernels import head  # needs Triton
 
-    c, every = controls, torch.full_like(controls.rule, full, dtype=torch.bool)
-    ranked, residual = every | (c.rule == RELAXED), every | (c.rule == POWER)
-    request = head.Request(c.temperature, c.top_k, c.top_p, c.key, position, ranked=ranked, residual=residual)
-    return Evidence(**head.weigh(logits.float(), request, tree.token, tree.parent, tree.depth)._asdict())
+    c = controls
+    request = head.Request(c.temperature, c.top_k, c.top_p, c.key, position, c.rule)
+    nodes = (tree.token, tree.parent, tree.depth)
+    return Evidence(**head.weigh(logits.float(), request, (RELAXED, POWER), full, *nodes)._asdict())
 
 
 def decide(evidence: Evidence, tree: Tree, controls: Controls, depth: int) -> Verdict:
     """The part of `accept` that needs the evidence alone, so that a recorded round can be judged again."""
+    if kernels.on_device(evidence.node_logp):
+        return decide_on_device(evidence, tree, controls, depth)
     e, rule = evidence, controls.rule[:, None]
     parent = tree.parent.long() + 1  # row
     present = tree.depth > 0
@@ -181,6 +183,16 @@ def decide(evidence: Evidence, tree: Tree, controls: Controls, depth: int) -> Ve
         accepted=count - 1,
         path=path.to(torch.int32),
     )
+
+
+def decide_on_device(evidence: Evidence, tree: Tree, controls: Controls, depth: int) -> Verdict:
+    """`decide` in one launch. Under `exact` the same bytes; lossy rules have the device's logarithms, in float64."""
+    from nanospec_fn.kernels import verdict  # needs Triton
+
+    e, c = evidence, controls
+    seen = (e.node_logp, e.node_rank, e.accept, e.target, e.target_logp, e.rest, e.rest_logp, e.rest_mass)
+    nodes, chosen = (tree.token, tree.parent, tree.depth, tree.logp), (c.rule, c.tau, c.accept_top_k, c.alpha)
+    return Verdict(*verdict.decide(seen, nodes, chosen, depth, (EXACT, POWER)))
 
 
 def _walk(child: Tensor, depth: int) -> Tensor:

@@ -120,16 +120,19 @@ def checked(parser: argparse.ArgumentParser, make: Callable[..., T], options: Ma
     return made
 
 
-def load_draft(name: str, model: Model) -> tuple[str, ns.Draft | None]:
-    """A draft by its --draft name, and that name.
-
-    "auto": $NANOSPEC_EAGLE, else the model's bundled head, else ngram.
-    """
+def draft_for(name: str, model: Model) -> str:
+    """A --draft name, "auto" resolved: $NANOSPEC_EAGLE, else the model's bundled head, else ngram."""
     head = os.environ.get("NANOSPEC_EAGLE")
     if name == "auto" and head:
-        name = f"eagle:{head}"
-    elif name == "auto":
-        name = "eagle" if draft_model.bundled_head(model) else "ngram"
+        return f"eagle:{head}"
+    if name == "auto":
+        return "eagle" if draft_model.bundled_head(model) else "ngram"
+    return name
+
+
+def load_draft(name: str, model: Model) -> tuple[str, ns.Draft | None]:
+    """A draft by its --draft name, and that name with "auto" resolved."""
+    name = draft_for(name, model)
     return name, ns.load_draft(name, model)
 
 

@@ -15,11 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanospec_fn import pages
-from nanospec_fn.kernels import cpu as kernels
-from nanospec_fn.model import AttendLayer, Config, group_heads, ungroup_heads
+from nanospec_fn import kernels, pages, slots, trees
+from nanospec_fn.kernels import cpu
+from nanospec_fn.model import AttendLayer, Config, Turning, group_heads, ungroup_heads
 from nanospec_fn.pages import Write
-from nanospec_fn.struct import put_, state
+from nanospec_fn.slots import Slots
+from nanospec_fn.struct import put_, state, static
+from nanospec_fn.trees import Tree
 
 DEAD = -1
 
@@ -33,6 +35,7 @@ class Rows:
     store: Tensor  # [B, R] int32, storage position of its KV; any value where dead
     base: Tensor  # [B] int32, positions below are read where they stand
     path: Tensor | tuple[()]  # [B, R, J] int32, storage position of position base + j; () where storage is position
+    span: int = static(default=0)  # of a tree: storage positions from base on that hold its rows so far
 
 
 def chain(token: Tensor, first: Tensor, count: Tensor) -> Rows:
@@ -40,6 +43,50 @@ def chain(token: Tensor, first: Tensor, count: Tensor) -> Rows:
     lane = torch.arange(token.shape[1], dtype=torch.int32, device=token.device)
     position = torch.where(lane < count[:, None], first[:, None] + lane, DEAD)
     return Rows(token=token, position=position, store=position, base=first, path=())
+
+
+def newest(s: Slots, live: Tensor, width: int, shift: int) -> tuple[Rows, Tensor]:
+    """The tokens that the draft has not seen as rows [B, width], `shift` positions early, and the last live row [B]."""
+    if kernels.on_device(s.total):
+        from nanospec_fn.kernels import round  # needs Triton
+
+        token, position, first, last = round.newest(s.tokens, s.total, s.unseen, live, width, shift)
+        return Rows(token=token, position=position, store=position, base=first, path=()), last
+    unseen, first = torch.where(live, s.unseen, 0), s.total - s.unseen
+    lane = torch.arange(width, dtype=torch.int32, device=live.device)
+    token = slots.tokens_at(s, first[:, None] + lane)
+    return chain(token, first - shift, unseen), (unseen - 1).clamp_min(0)
+
+
+def verify(s: Slots, tree: Tree, live: Tensor, depth: int) -> Rows:
+    """The pending token, as the root, and a tree's nodes; node i keeps its KV at length + 1 + i.
+
+    Args: depth: of a tree whose nodes need their ancestors named; 0 for a chain, whose nodes stand where they belong.
+    """
+    path: Tensor | tuple[()] = ()
+    if kernels.on_device(s.total):
+        from nanospec_fn.kernels import round  # needs Triton
+
+        nodes = (tree.token, tree.parent, tree.depth)
+        token, position, store, path = round.verify(s.tokens, s.length, live, nodes, depth)
+        return Rows(token=token, position=position, store=store, base=s.length, path=path, span=token.shape[1])
+    root = slots.tokens_at(s, s.length[:, None])
+    level = torch.cat((torch.zeros_like(root), tree.depth), dim=1)
+    present = torch.cat((torch.ones_like(root, dtype=torch.bool), tree.token != Tree.NONE), dim=1)
+    lane = torch.arange(level.shape[1], dtype=torch.int32, device=level.device)
+    if depth:
+        above = trees.paths_all(tree, 0, tree.token.shape[1], depth)
+        above = torch.nn.functional.pad(above, (0, 0, 1, 0), value=-1)  # the root has none
+        first = s.length[:, None, None]
+        path = torch.cat((first.expand(-1, above.shape[1], 1), first + 1 + above.clamp_min(0)), dim=2)
+    return Rows(
+        token=torch.cat((root, tree.token.clamp_min(0)), dim=1),
+        position=torch.where(live[:, None] & present, s.length[:, None] + level, DEAD),
+        store=s.length[:, None] + lane,
+        base=s.length,
+        path=path,
+        span=level.shape[1],
+    )
 
 
 class Attend(Protocol):
@@ -83,12 +130,12 @@ class Sdpa:
             width = min(width, int(rows.position.max()) + 1)
         page, offset = pages.locate(page_table, torch.where(rows.position == DEAD, DEAD, rows.store), self.page_size)
         if isinstance(rows.path, Tensor):
-            start = rows.base // kernels.KV_BLOCK * kernels.KV_BLOCK
+            start = rows.base // cpu.KV_BLOCK * cpu.KV_BLOCK
             found = [self._prefix(rows, page_table, start, width), self._tails(rows, rows.path, page_table, start)]
         else:
             found = [self._prefix(rows, page_table, None, width)]
         parts = tuple(
-            Part(page, offset, read[..., None, None], kernels.hide(mask, kv_heads, heads // kv_heads))
+            Part(page, offset, read[..., None, None], cpu.hide(mask, kv_heads, heads // kv_heads))
             for page, offset, read, mask in found
         )
         return Plan(page=page, offset=offset, parts=parts)
@@ -105,7 +152,7 @@ class Sdpa:
     def _tails(self, rows: Rows, path: Tensor, page_table: Tensor, start: Tensor) -> tuple[Tensor, ...]:
         """Keys of each row by itself, from the block that holds position `base`: [B, R, T]."""
         j = path.shape[2]
-        position = start[:, None] + torch.arange(_whole_blocks(kernels.KV_BLOCK - 1 + j), device=start.device)  # [B, T]
+        position = start[:, None] + torch.arange(_whole_blocks(cpu.KV_BLOCK - 1 + j), device=start.device)  # [B, T]
         depth = (position - rows.base[:, None])[:, None].expand(-1, path.shape[1], -1)  # [B, R, T]
         ancestor = path.gather(2, depth.clamp(0, j - 1).long())
         storage = torch.where(depth < 0, position[:, None], ancestor)
@@ -126,7 +173,7 @@ class Sdpa:
         for part in plan.parts:
             keys, values = pages.read(pool, part.page, part.offset)  # [B, T, K, D], or [B, R, T, K, D]
             parts.append((_by_head(keys), _by_head(torch.where(part.read, values, 0)), part.hidden))
-        return pool, ungroup_heads(kernels.attention(q, parts, d**-0.5), b, kv_heads, r)
+        return pool, ungroup_heads(cpu.attention(q, parts, d**-0.5), b, kv_heads, r)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -135,14 +182,21 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def _whole_blocks(n: int) -> int:
-    return max(1, -(-n // kernels.KV_BLOCK)) * kernels.KV_BLOCK
+    return max(1, -(-n // cpu.KV_BLOCK)) * cpu.KV_BLOCK
 
 
 def through(
     attend: Attend, cfg: Config, rows: Rows, page_table: Tensor, pools: Sequence[Tensor], put: Write
-) -> tuple[list[Tensor], AttendLayer]:
+) -> tuple[list[Tensor], AttendLayer | Turning]:
     """A pass's attention, layer by layer, and the list that holds the pools as the layers leave them."""
     plan, out = attend.plan(rows, page_table, cfg.num_heads, cfg.num_kv_heads), list(pools)
+    if isinstance(attend, Canonical):
+
+        def turning(i: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            out[i], mixed = attend.turning_layer(plan, out[i], qkv, cos, sin, put)
+            return mixed
+
+        return out, Turning(turning)
 
     def layer(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out[i], mixed = attend.layer(plan, out[i], q, k, v, put)
@@ -169,3 +223,14 @@ class Canonical:
         pool = pool if put is put_ else pool.clone()
         attend.store_kv(pool, k, v, rows.store, rows.position, page_table)
         return pool, attend.attend(pool, q, rows.position, page_table, rows.base, rows.path)
+
+    def turning_layer(
+        self, plan: tuple[Rows, Tensor], pool: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, put: Write
+    ) -> tuple[Tensor, Tensor]:
+        """`layer` of qkv [n, H + 2K, D], whose queries and keys are turned by cos, sin [n, D/2] in the same launch."""
+        from nanospec_fn.kernels import attend  # needs Triton
+
+        rows, page_table = plan
+        pool = pool if put is put_ else pool.clone()
+        q, arrived = attend.turn_and_store(qkv, cos, sin, pool, rows.store, rows.position, page_table)
+        return pool, attend.attend(pool, q, rows.position, page_table, rows.base, rows.path, arrived=arrived)

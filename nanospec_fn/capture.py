@@ -8,6 +8,7 @@ all; on CUDA the same call is captured once per key and replayed.
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,13 +87,20 @@ class Captured:
     Attributes: captures: how many distinct keys were captured (on a CPU: met) so far.
     """
 
-    def __init__(self, step: Callable[..., Any], donated: Sequence[str], pinned: Sequence[str]):
-        self._step = step
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        donated: Sequence[str],
+        pinned: Sequence[str],
+        pool: Any = None,
+        lend: bool = False,
+    ):
+        self._step, self._lend, self._pool = step, lend, pool
         self._donate, self._pinned = tuple(donated), tuple(pinned)
         self._signature = _signature(step, donated)
         self._graphs: dict[Any, Callable[[inspect.BoundArguments], Any]] = {}
         self._last: dict[str, Any] = {}  # the arguments' parts of the newest key
-        self._known: dict[str, tuple[Any, Any]] = {}  # pinned arguments and their parts: immutable, so made once
+        self._known: dict[str, _Known] = {}  # pinned arguments, whose parts are made once
 
     @property
     def captures(self) -> int:
@@ -120,16 +128,18 @@ class Captured:
                     return f"{name}{path}: {old} -> {new}"
         return ""
 
-    def _part(self, name: str, value: Any) -> tuple[Any, tuple[Any, ...]]:
+    def _part(self, name: str, value: Any) -> "_Part":
         """An argument's part of the key: structure with statics, and what a graph binds of every leaf."""
-        if name in self._known and value is self._known[name][0]:
-            return self._known[name][1]
+        known = self._known.get(name)
+        if known and known.value is value and known.place == [leaf.data_ptr() for leaf in known.tensors]:
+            return known.part
         leaves, spec = pytree.tree_flatten(value)
         # A graph replays addresses: pinned arguments and donated states are bound by them, other tensors copied in.
         bound = name in self._donate or name in self._pinned
         part = spec, tuple(_leaf_key(leaf, bound) for leaf in leaves)
         if name in self._pinned:
-            self._known[name] = value, part
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            self._known[name] = _Known(value, tensors, [leaf.data_ptr() for leaf in tensors], part)
         return part
 
     def _capture(self, bound: inspect.BoundArguments) -> Callable[[inspect.BoundArguments], Any]:
@@ -137,65 +147,105 @@ class Captured:
         if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
             run = donate(self._step, self._donate)
             return lambda bound: run(*bound.args, **bound.kwargs)
-        return _Graph(self._step, self._donate, self._pinned, bound)
+        self._pool = self._pool or shared_pool()
+        return _Graph(self._step, self._donate, self._pinned, bound, self._pool, self._lend)
+
+
+_Part = tuple[Any, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A pinned argument that was met before."""
+
+    value: Any
+    tensors: list[Tensor]
+    place: list[int]  # their addresses
+    part: _Part
+
+
+def shared_pool() -> Any:
+    """Memory for the graphs of several captured steps that run one after the other."""
+    return torch.cuda.graph_pool_handle()
+
+
+def warm_up(step: Callable[..., Any], arguments: dict[str, Any], donated: Sequence[str]) -> None:
+    """Run a step once, in place, for what its first run compiles and allocates; the states hold what they held.
+
+    Fields of `struct.rewritten` are not copied, so there bytes that no step reads before it writes them may differ.
+    """
+    leaves = struct.lasting([arguments[name] for name in donated])
+    saved = [leaf.clone() for leaf in leaves]
+    step(**arguments, put=struct.put_)
+    for leaf, old in zip(leaves, saved, strict=True):
+        leaf.copy_(old)
 
 
 class _Graph:
-    """One CUDA graph of one key."""
+    """One CUDA graph of one key. It holds addresses, and keeps neither weights nor states alive: the key has them."""
 
     def __init__(
-        self, step: Callable[..., Any], donated: tuple[str, ...], pinned: tuple[str, ...], bound: inspect.BoundArguments
+        self,
+        step: Callable[..., Any],
+        donated: tuple[str, ...],
+        pinned: tuple[str, ...],
+        bound: inspect.BoundArguments,
+        pool: Any,
+        lend: bool,
     ):
-        self._donate, self._pinned = donated, pinned
-        self._static = {
-            name: value if name in donated + pinned else pytree.tree_map(_clone, value)
+        self._donate, self._lend = donated, lend
+        self._copied = {
+            name: pytree.tree_map(_clone, value)
             for name, value in bound.arguments.items()
+            if name not in donated + pinned
         }
-        given = [self._static[name] for name in donated]
-        backup = [leaf.clone() for leaf in pytree.tree_leaves(given)]
+        arguments = bound.arguments | self._copied
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # the warm-up compiles kernels; its effect on the state is undone below
-            step(**self._static, put=struct.put_)
+        with torch.cuda.stream(stream):
+            warm_up(step, arguments, donated)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._result = _reuse(given, step(**self._static, put=struct.put_))
-        for leaf, saved in zip(pytree.tree_leaves(given), backup, strict=True):
-            leaf.copy_(saved)
+        with torch.cuda.graph(self._graph, pool=pool):  # records, and runs nothing
+            result = _reuse([arguments[name] for name in donated], step(**arguments, put=struct.put_))
+        self._tuple, self._others = isinstance(result, tuple), _results(result)[len(donated) :]
 
     def __call__(self, bound: inspect.BoundArguments) -> Any:
-        for name, value in bound.arguments.items():
-            if name in self._donate:
-                struct.consume(value)
-            elif name not in self._pinned:
-                for static, leaf in zip(pytree.tree_leaves(self._static[name]), pytree.tree_leaves(value), strict=True):
-                    if isinstance(leaf, Tensor):
-                        static.copy_(leaf, non_blocking=True)
+        for name, held in self._copied.items():
+            for static, leaf in zip(pytree.tree_leaves(held), pytree.tree_leaves(bound.arguments[name]), strict=True):
+                if isinstance(leaf, Tensor):
+                    static.copy_(leaf, non_blocking=True)
+        states = [_hand_over(bound.arguments[name]) for name in self._donate]
         self._graph.replay()
-        n, results = len(self._donate), _results(self._result)
-        # Results other than the state live in the graph's memory and are overwritten by the next replay.
-        kept = [_rewrap(r) for r in results[:n]] + [pytree.tree_map(_clone, r) for r in results[n:]]
-        return tuple(kept) if isinstance(self._result, tuple) else kept[0]
+        # Results other than the state live in the graphs' memory, which the next replay overwrites.
+        others = self._others if self._lend else [pytree.tree_map(_clone, r) for r in self._others]
+        return (*states, *others) if self._tuple else states[0]
 
 
 def _leaf_key(leaf: Any, bound: bool) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return leaf.dtype, leaf.shape, leaf.device, leaf.data_ptr() if bound and leaf.is_cuda else 0
+    place = (leaf.data_ptr(), leaf.stride()) if bound and leaf.is_cuda else ()
+    return leaf.dtype, leaf.shape, leaf.device, place
 
 
 def _clone(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) else x
 
 
-def _rewrap(state: Any) -> Any:
+def _hand_over(state: Any) -> Any:
+    """A fresh wrapper over a state's tensors; the old one is consumed."""
     leaves, spec = pytree.tree_flatten(state)
+    struct.consume(state)
     return pytree.tree_unflatten(leaves, spec)
 
 
 def capture(
-    step: Callable[..., Any], donate: Sequence[str] = ("state",), pinned: Sequence[str] = ("params",)
+    step: Callable[..., Any],
+    donate: Sequence[str] = ("state",),
+    pinned: Sequence[str] = ("params",),
+    pool: Any = None,
+    lend: bool = False,
 ) -> Captured:
     """`step` with donated arguments, captured as a CUDA graph per (structure with statics, shapes, dtypes, devices).
 
@@ -206,7 +256,9 @@ def capture(
       step: `step(params, state, *tensors, put=...)`.
       donate: names of the arguments given away.
       pinned: names of the arguments, where the step has them, that are immutable and the same from call to call.
+      pool: what `shared_pool` returned: the memory of the graphs, shared with other steps; None: a pool of its own.
+      lend: results beside the states are not copied, and hold until the next call of a step with this pool.
     Returns: a callable with the step's signature.
     Errors: ValueError for a name that is not an argument; DonatedError when a donated state is used again.
     """
-    return Captured(step, donate, pinned)
+    return Captured(step, donate, pinned, pool, lend)

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from nanospec_fn import model, pages, slots, trees
+from nanospec_fn import kernels, model, pages, slots, trees
 from nanospec_fn.attention import Attend, Rows
 from nanospec_fn.pages import Write
 from nanospec_fn.slots import Slots
-from nanospec_fn.struct import replace, state
+from nanospec_fn.struct import put, replace, rewritten, state
 from nanospec_fn.trees import Tree
 
 MAX_NODES = 1024  # of a tree: each is a row as wide as the vocabulary
@@ -68,7 +68,7 @@ class Speculation:
 class State:
     """What a draft carries between steps."""
 
-    pools: tuple[Tensor, ...]  # its KV, a layer each, [P + 1, 2, S, K, D]
+    pools: tuple[Tensor, ...] = rewritten()  # its KV, a layer each, [P + 1, 2, S, K, D]
     feature: Tensor  # [B, W, F] the target's features of the newest `slots.unseen` positions, oldest first
 
 
@@ -121,7 +121,7 @@ class PoolShape:
     def pools(self, cfg: model.Config, layers: int) -> tuple[Tensor, ...]:
         """Empty pools for a model's `layers` layers."""
         size = (self.num_pages, self.page_size, cfg.num_kv_heads, cfg.head_dim)
-        return tuple(pages.init_pool(*size, self.dtype, self.device) for _ in range(layers))
+        return pages.init_pools(layers, *size, self.dtype, self.device)
 
     def features(self, num_slots: int, width: int, size: int) -> Tensor:
         return torch.zeros(num_slots, width, size, dtype=self.dtype, device=self.device)
@@ -132,14 +132,14 @@ def take(state: State, slot: Tensor | None) -> State:
     return state if slot is None else replace(state, feature=state.feature[slot])
 
 
-def put_back(state: State, slot: Tensor | None, taken: State) -> State:
+def put_back(state: State, slot: Tensor | None, taken: State, put: Write = put) -> State:
     """The inverse of `take`."""
-    return taken if slot is None else replace(taken, feature=state.feature.index_put((slot,), taken.feature))
+    return taken if slot is None else replace(taken, feature=put(state.feature, (slot,), taken.feature))
 
 
 def rows_at(x: Tensor, row: Tensor) -> Tensor:
     """x [B, R, F], row [B, m] -> [B, m, F]."""
-    return x.gather(1, row.long()[:, :, None].expand(-1, -1, x.shape[2]))
+    return kernels.rows_at(x, row)
 
 
 def observe(state: State, features: Tensor, path: Tensor, live: Tensor) -> State:
@@ -147,6 +147,10 @@ def observe(state: State, features: Tensor, path: Tensor, live: Tensor) -> State
 
     Args: features [B, R, F], row 0 the root; path [B, D] node index per depth, -1 past the accepted ones.
     """
+    if kernels.on_device(features):
+        from nanospec_fn.kernels import rows  # needs Triton
+
+        return replace(state, feature=rows.keep_path(features, path, live, state.feature))
     kept = rows_at(features, torch.nn.functional.pad(path + 1, (1, 0)))
     missing = state.feature.shape[1] - kept.shape[1]
     kept = torch.nn.functional.pad(kept, (0, 0, 0, missing))

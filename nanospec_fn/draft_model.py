@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from nanospec_fn import attention, draft, eagle, kernels, model, rng, slots, trees, weights
+from nanospec_fn import attention, draft, eagle, kernels, model, rng, trees, weights
 from nanospec_fn.attention import DEAD, Attend, Rows
 from nanospec_fn.draft import Draft, PoolShape, Speculation, State
 from nanospec_fn.model import Model
@@ -50,29 +50,43 @@ def grow(
 ) -> tuple[State, Tree]:
     """Run the draft over the newest tokens, with true features, then draft level by level. See `Method.propose`."""
     b, k = len(live), spec.top_k
-    lane = torch.arange(state.feature.shape[1], dtype=torch.int32, device=live.device)
-    unseen = torch.where(live, s.unseen, 0)
-    first = s.total - s.unseen
-    rows = attention.chain(slots.tokens_at(s, first[:, None] + lane), first - method.shift, unseen)
+    rows, last = attention.newest(s, live, state.feature.shape[1], method.shift)
     state_, hidden = method.run(params, state, rows, state.feature, s, attend, put)
     if not spec.depth:
         return state_, trees.init_all(b, 0, live.device)
-    hidden = draft.rows_at(hidden, (unseen - 1).clamp_min(0)[:, None])
+    hidden = draft.rows_at(hidden, last[:, None])
 
     base = s.total - method.shift  # where the rows of depth-1 nodes stand
     tree = trees.init_all(b, k * spec.depth, live.device)
     for depth in range(1, spec.depth + 1):
         token, logp = _candidates(method, params, hidden, s, depth, spec)
-        tree = trees.expand_all(tree, depth, token, logp)
         if depth == spec.depth:
+            tree = trees.expand_all(tree, depth, token, logp)
             break
-        level = pytree.tree_map(lambda x, d=depth: x[:, (d - 1) * k : d * k], tree)
-        parent = trees.parent_row(level, depth, k)
-        rows = _level_rows(tree, level, depth, base, live, k)
-        state_, hidden = method.run(params, state_, rows, draft.rows_at(hidden, parent), s, attend, put)
+        tree, rows, parent = next_level(tree, depth, token, logp, base, live)
+        feature = draft.rows_at(hidden, parent) if k > 1 else hidden
+        state_, hidden = method.run(params, state_, rows, feature, s, attend, put)
     if spec.nodes < k * spec.depth:
         tree = torch.func.vmap(lambda t: trees.prune(t, spec.nodes, k))(tree)
     return state_, tree
+
+
+def next_level(
+    tree: Tree, depth: int, token: Tensor, logp: Tensor, base: Tensor, live: Tensor
+) -> tuple[Tree, Rows, Tensor]:
+    """`trees.expand_all`, the new level's nodes as rows, and the row of the level above that each continues [B, k]."""
+    k = token.shape[2]
+    if kernels.on_device(logp) and k <= trees.WIDEST:
+        from nanospec_fn.kernels import tree as kernel  # needs Triton
+
+        old = (tree.token, tree.parent, tree.depth, tree.logp, tree.score)
+        new, (name, position, store, ancestors, parent) = kernel.expand(old, depth, token, logp, base, live)
+        path: Tensor | tuple[()] = ancestors if k > 1 else ()
+        rows = Rows(token=name, position=position, store=store, base=base, path=path, span=depth * k)
+        return Tree(*new), rows, parent
+    tree = trees.expand_all(tree, depth, token, logp)
+    level = pytree.tree_map(lambda x: x[:, (depth - 1) * k : depth * k], tree)
+    return tree, _level_rows(tree, level, depth, base, live, k), trees.parent_row(level, depth, k)
 
 
 def _level_rows(tree: Tree, level: Tree, depth: int, base: Tensor, live: Tensor, k: int) -> Rows:
@@ -87,6 +101,7 @@ def _level_rows(tree: Tree, level: Tree, depth: int, base: Tensor, live: Tensor,
         store=base[:, None] + node,
         base=base,
         path=path,
+        span=depth * k,
     )
 
 
@@ -105,9 +120,7 @@ def _candidates(
         temperature = s.controls.temperature[:, None, None]
         greedy = temperature == 0
         logits = torch.where(greedy, logits, logits / torch.where(greedy, 1.0, temperature) + noise).flatten(0, 1)
-    logp, token = kernels.top(logits, spec.top_k)
-    if isinstance(target_id, Tensor):
-        token = target_id[token]
+    logp, token = kernels.top(logits, spec.top_k, target_id)
     return token.view(b, m, -1), logp.view(b, m, -1)
 
 
@@ -145,7 +158,7 @@ class LlamaDraft:
         self, params: Any, state: State, rows: Rows, feature: Tensor, s: Slots, attend: Attend, put: Write
     ) -> tuple[State, Tensor]:
         pools, layer = attention.through(attend, self.cfg, rows, s.page_table, state.pools, put)
-        token, position = rows.token.flatten(), rows.position.clamp_min(0).flatten()
+        token, position = rows.token.flatten(), rows.position.flatten()
         x, _ = model.hidden(params.draft, self.cfg, token, position, layer)
         return replace(state, pools=tuple(pools)), x.view(*rows.token.shape, -1)
 
@@ -210,8 +223,8 @@ class Eagle3:
             params.target.embed,
             rows.token.flatten(),
             feature.flatten(0, 1),
-            rows.position.clamp_min(0).flatten(),
-            lambda q, k, v: layer(0, q, k, v),
+            rows.position.flatten(),
+            model.of_layer(layer, 0),
         )
         return replace(state, pools=tuple(pools)), out.view(*rows.token.shape, -1)
 

@@ -60,7 +60,7 @@ def advance(
     token: Tensor,
     feature: Tensor,
     position: Tensor,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] | model.Turning,
 ) -> Tensor:
     """One pass of the head over n pairs (feature t, token t + 1), each at position t.
 
@@ -73,11 +73,10 @@ def advance(
     Returns: [n, E], the layer's output before the final norm: the next step's feature, and what `logits` reads.
     """
     table = params.embed if isinstance(params.embed, Tensor) else embed
-    embedded = kernels.rms_norm(table[token], params.layer.attn_norm, cfg.rms_eps)
-    normed = kernels.rms_norm(feature, params.feature_norm, cfg.rms_eps)
+    both = kernels.embed_beside(table, token, params.layer.attn_norm, feature, params.feature_norm, cfg.rms_eps)
     cos, sin = model.angles(cfg.rope, cfg.head_dim, position)
-    residual = normed if cfg.norm_before_residual else feature
-    return model.decoder_layer(params.layer, cfg, residual, torch.cat((embedded, normed), dim=-1), cos, sin, attend)
+    residual = both[:, feature.shape[1] :] if cfg.norm_before_residual else feature
+    return model.decoder_layer(params.layer, cfg, residual, both, cos, sin, attend)
 
 
 def logits(params: HeadParams, cfg: HeadConfig, feature: Tensor, head: Tensor | tuple[()] = ()) -> Tensor:

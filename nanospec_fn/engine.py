@@ -1,23 +1,25 @@
 """A prepared engine and the host loop over it: policy is schedule.py's, arithmetic is step.py's, this connects them."""
 
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from nanospec_fn import schedule, slots, trace
-from nanospec_fn.capture import capture, donate
+from nanospec_fn import reports, schedule, trace, variants
+from nanospec_fn.capture import capture, donate, shared_pool
 from nanospec_fn.draft import Draft, Speculation
 from nanospec_fn.model import Model
 from nanospec_fn.program import EngineConfig, build
+from nanospec_fn.reports import Landed, Report, Update
 from nanospec_fn.sampling import Sampling
-from nanospec_fn.step import Info, Params
+from nanospec_fn.step import Params
 
-REASONS = {slots.STOP: "stop", slots.LENGTH: "length"}
+PREFILL_ROWS = 8192  # most rows of a prefill step: what they need beside the pool stays under 2 GiB for an 8B model
 
 
 @dataclass(frozen=True)
@@ -28,24 +30,13 @@ class Request:
     sampling: Sampling
 
 
-@dataclass(frozen=True)
-class Update:
-    """What one step did for one request; lists have one entry per new token."""
-
-    index: int
-    tokens: list[int]
-    target_logp: list[float]  # nats
-    behaviour_logp: list[float]  # nats
-    origin: list[int]  # 0: the target's own token; d: a draft node at depth d
-    accepted: int | None  # drafted tokens that were emitted; None: the prefill's token, which belongs to no round
-    finish_reason: str | None
-    evidence: tuple[trace.Nodes, trace.Rows] | None = None  # of an engine that records
-    step: int = 0  # of this call
-    milliseconds: float = 0.0  # of the step
-
-
 class Engine:
-    """A program, its state and its captured steps, kept between calls. Not for use by two threads at once."""
+    """A program, its state and its captured steps, kept between calls. Not for use by two threads at once.
+
+    Attributes:
+      behind: whether a step's results are read when the next one already runs; on CUDA.
+      stats: times and acceptance of the variants, where the host picks among them.
+    """
 
     def __init__(
         self,
@@ -55,18 +46,28 @@ class Engine:
         speculation: Speculation | None,
         record: bool = False,
     ):
+        config = config or EngineConfig()
         self.model, self.draft = model, draft
         self.program = build(model, draft=draft, engine=config, speculation=speculation, record=record)
         self.params = Params(target=model.params, draft=draft.params if draft else ())
-        wrap = donate if config is not None and config.capture == "off" else capture
-        self.prefill = wrap(self.program.prefill)
-        self.round = wrap(self.program.speculate if draft else self.program.decode)
+        self.behind = self.program.pool.device.type == "cuda"
+        wrap: Callable[..., Any] = donate
+        if config.capture != "off":
+            wrap = partial(capture, pool=shared_pool() if self.behind else None, lend=True)
+        self.prefill = wrap(reports.packed(self.program.prefill, record))
+        self.round = wrap(reports.packed(self.program.speculate, record))
         self.insert = donate(self.program.insert)
         self.evict = donate(self.program.evict)
         self.clear = donate(self.program.clear)
+        # A trace has one shape of tree for all its rounds.
+        picks = config.variants == "auto" and draft is not None and not record
+        self.shapes = self.program.shapes() if picks else (self.program.static.speculation,)
+        self.choice = variants.Config(tuple(variants.Variant(s.top_k, s.depth, s.nodes + 1) for s in self.shapes))
+        self.stats = variants.Stats()
         self.serving = False
         self.state = self.program.init()
         self._buffers = pytree.tree_flatten(self.state)
+        self._rows: tuple[list[int], Tensor | None] = ([], None)  # the newest ones that a step took, on the device
 
     def check_idle(self) -> None:
         """Errors: ValueError while another call is being served."""
@@ -79,21 +80,43 @@ class Engine:
         leaves, spec = self._buffers
         self.state = self.clear(pytree.tree_unflatten(leaves, spec))
 
-    def run(self, taking_part: Sequence[int], bucket: int, chunk: int) -> tuple[list[int], Info]:
-        """One prefill step (chunk > 0) or round for these slots: the slot of each of the info's rows, and the info.
+    def run(self, requests: dict[int, int], bucket: int, chunk: int, variant: int, step: int) -> Report:
+        """Issue one prefill step (chunk > 0) or round for these requests, by slot.
 
         The batch is padded to `bucket` with slots that have nothing to do in such a step.
         """
-        others = [slot for slot in range(self.program.max_slots) if slot not in taking_part]
-        rows = sorted([*taking_part, *others[: bucket - len(taking_part)]])
-        slot = None
-        if len(rows) < self.program.max_slots:
-            slot = torch.tensor(rows, device=self.program.pool.device)
-        if chunk:
-            self.state, info = self.prefill(self.params, self.state, slot, chunk)
-        else:
-            self.state, info = self.round(self.params, self.state, slot)
-        return rows, info
+        rows, slot = self._seat(requests, bucket)
+        issued = reports.start(self.program.pool.device)
+        call, shape = (self.prefill, chunk) if chunk else (self.round, self.shapes[variant])
+        self.state, table, evidence = call(self.params, self.state, slot, shape)
+        table, evidence = reports.to_host((table, evidence))
+        return Report(step, rows, requests, chunk > 0, bucket, variant, table, evidence, issued())
+
+    def _seat(self, requests: dict[int, int], bucket: int) -> tuple[list[int], Tensor | None]:
+        """The slots of a step's rows, and the same on the device; None for all slots."""
+        everyone = range(self.program.max_slots)
+        if bucket == len(everyone):
+            return [*everyone], None
+        others = (slot for slot in everyone if slot not in requests)
+        rows = sorted([*requests, *islice(others, bucket - len(requests))])
+        if rows != self._rows[0]:
+            device = self.program.pool.device
+            slot = torch.tensor(rows, pin_memory=device.type == "cuda")  # a copy from other memory waits for the device
+            self._rows = rows, slot.to(device, non_blocking=True)
+        return self._rows
+
+    def pick(self, lossy: bool, bucket: int) -> int:
+        """The next round's variant. A lossy rule's law depends on the tree, so beside one it is always the last."""
+        if lossy or len(self.shapes) == 1:
+            return len(self.shapes) - 1
+        return variants.pick(self.choice, self.stats, bucket)
+
+    def observe(self, report: Report, landed: Landed, lossy: bool) -> None:
+        """Take in a round's time and acceptance, if the host picks and they do not come from a lossy rule."""
+        if len(self.shapes) > 1 and not report.prefill and not lossy:
+            self.stats = variants.observe(
+                self.choice, self.stats, report.bucket, report.variant, landed.milliseconds, landed.accepted
+            )
 
 
 def prepare(
@@ -123,6 +146,7 @@ def trace_header(engine: Engine, requests: Sequence[Request], prompt: Sequence[i
         "max_slots": program.max_slots,
         "num_pages": pool.num_pages,
         "page_size": pool.page_size,
+        "variants": "fixed",  # whatever the config says: see Engine
     }
     attend, dtype = type(static.attend).__name__, str(pool.dtype).removeprefix("torch.")
     return trace.Header(
@@ -144,92 +168,68 @@ def trace_header(engine: Engine, requests: Sequence[Request], prompt: Sequence[i
 def serve(engine: Engine, requests: Sequence[Request]) -> Iterator[Update]:
     """Run requests to their end, yielding what each step did. Leaves the engine empty, however it is left.
 
+    Where the engine reads behind, the next step is issued before the last one is read, unless someone comes or goes:
+    see schedule.py.
+
     Errors: ValueError for an engine whose last call is not done.
     """
     engine.check_idle()
     program = engine.program
-    config = schedule.Config(program.max_slots, program.static.prefill_chunk)
-    first: dict[tuple[int, ...], int] = {}
-    group = [first.setdefault(tuple(r.tokens), i) for i, r in enumerate(requests)]
-    arrived = [schedule.Request(i, len(r.tokens), group[i]) for i, r in enumerate(requests)]
+    config = schedule.Config(program.max_slots, program.static.prefill_chunk, PREFILL_ROWS)
+    lossy = {i for i, r in enumerate(requests) if r.sampling.rule != "exact"}
+    limit = [program.ends(len(r.tokens), r.sampling)[0] - len(r.tokens) for r in requests]
     emitted: list[list[int]] = [[] for _ in requests]
-    host, events = schedule.HostState(), schedule.Events(arrived=tuple(arrived))
+    host, events = schedule.HostState(), schedule.Events(arrived=_arrivals(requests))
+    flying: Report | None = None
     step = 0
     engine.serving = True
     try:
         while True:
-            host, plan = schedule.plan(config, host, events)
-            for slot in plan.evict:
-                engine.state = engine.evict(engine.state, slot)
-            for new in plan.insert:
-                tokens = [*requests[new.request].tokens, *emitted[new.request]]
-                engine.state = engine.insert(
-                    engine.state, new.slot, tokens, requests[new.request].sampling, new.emitted, new.share
-                )
-            taking_part = plan.prefill or plan.round
-            if not taking_part:
-                return
-            started = time.perf_counter()
-            rows, info = engine.run(taking_part, plan.bucket, plan.chunk)
-            updates, events = _read(host, taking_part, rows, info, bool(plan.prefill), program.static.record)
-            milliseconds = (time.perf_counter() - started) * 1e3
-            for update in updates:
-                emitted[update.index] += update.tokens
-                yield replace(update, step=step, milliseconds=milliseconds)
-            step += 1
+            planned, plan = schedule.plan(config, host, events)
+            slots = {*plan.prefill, *plan.round}
+            now = {r.slot: r.request.index for r in planned.running if r.slot in slots}
+            due, told = flying, events
+            if flying and (plan.evict or plan.insert or _surely_over(flying, now, emitted, limit)):
+                flying = None  # its results come first, then another plan from the same state
+            else:
+                host, told = planned, schedule.Events()
+                for slot in plan.evict:
+                    engine.state = engine.evict(engine.state, slot)
+                for new in plan.insert:
+                    tokens = [*requests[new.request].tokens, *emitted[new.request]]
+                    engine.state = engine.insert(
+                        engine.state, new.slot, tokens, requests[new.request].sampling, new.emitted, new.share
+                    )
+                if not slots:
+                    return
+                variant = engine.pick(not lossy.isdisjoint(now.values()), plan.bucket) if plan.round else 0
+                issued = engine.run(now, plan.bucket, plan.chunk, variant, step)
+                step += 1
+                due, flying = (flying, issued) if engine.behind else (issued, None)
+            facts = schedule.Events()
+            if due:
+                landed = reports.read(due)
+                facts = landed.events
+                engine.observe(due, landed, not lossy.isdisjoint(due.requests.values()))
+                for update in landed.updates:
+                    emitted[update.index] += update.tokens
+                    yield update
+            events = told.then(facts)
+            if flying and flying.prefill:
+                events = events.then(schedule.expected(host, facts, plan))
     finally:
         engine.serving = False
         if not host.idle:  # left early: by an error, ctrl-C, or a caller that stopped listening
             engine.reset()
 
 
-def _to_host(info: Info) -> dict[str, list[Any]]:
-    """What the loop reads of every step, in one copy."""
-    wide, narrow = ("tokens", "target_logp", "behaviour_logp"), ("count", "accepted", "done", "ok", "left")
-    columns: list[Tensor] = [getattr(info, name).view(torch.int32) for name in wide]
-    columns.append(torch.stack([getattr(info, name).to(torch.int32) for name in narrow], dim=1))
-    *parts, rest = torch.cat(columns, dim=1).cpu().split([x.shape[1] for x in columns], dim=1)
-    read = {name: part.view(getattr(info, name).dtype).tolist() for name, part in zip(wide, parts, strict=True)}
-    return read | dict(zip(narrow, rest.t().tolist(), strict=True))
+def _arrivals(requests: Sequence[Request]) -> tuple[schedule.Request, ...]:
+    first: dict[tuple[int, ...], int] = {}
+    group = [first.setdefault(tuple(r.tokens), i) for i, r in enumerate(requests)]
+    return tuple(schedule.Request(i, len(r.tokens), group[i]) for i, r in enumerate(requests))
 
 
-def _read(
-    host: schedule.HostState, taking_part: Sequence[int], rows: list[int], info: Info, prefill: bool, record: bool
-) -> tuple[list[Update], schedule.Events]:
-    """Bring a step's info to the host: updates for the caller, events for the policy."""
-    read = _to_host(info)
-    evidence: Sequence[tuple[trace.Nodes, trace.Rows] | None] = [None] * len(rows)
-    if record:
-        evidence = trace.to_host(info.tree, info.evidence)
-    running = {r.slot: r for r in host.running}
-    updates, prefilled, emitted, refused, finished = [], [], [], [], []
-    for i, slot in enumerate(rows):
-        if slot not in taking_part:
-            continue
-        index, count, accepted = running[slot].request.index, read["count"][i], read["accepted"][i]
-        if not read["ok"][i]:
-            refused.append(index)
-            continue
-        if prefill:
-            prefilled.append((index, read["left"][i]))
-        if not count:
-            continue
-        reason = REASONS.get(read["done"][i])
-        emitted.append((index, count))
-        if reason:
-            finished.append(index)
-        updates.append(
-            Update(
-                index=index,
-                tokens=read["tokens"][i][:count],
-                target_logp=read["target_logp"][i][:count],
-                behaviour_logp=read["behaviour_logp"][i][:count],
-                origin=[d + 1 if d < accepted else 0 for d in range(count)],
-                accepted=None if prefill else accepted,
-                finish_reason=reason,
-                evidence=evidence[i],
-            )
-        )
-    return updates, schedule.Events(
-        prefilled=tuple(prefilled), emitted=tuple(emitted), refused=tuple(refused), finished=tuple(finished)
-    )
+def _surely_over(flying: Report, now: dict[int, int], emitted: Sequence[Sequence[int]], limit: Sequence[int]) -> bool:
+    """Whether all who would take part in the next step reach their limit in the round that still runs."""
+    running = set() if flying.prefill else set(flying.requests.values())
+    return all(index in running and len(emitted[index]) + 1 >= limit[index] for index in now.values())

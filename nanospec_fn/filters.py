@@ -23,7 +23,7 @@ def log_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor)
       temperature, top_k, top_p: [n].
     Returns: [n, V] fp32 (float64 for float64 logits), -inf outside the kept set.
     """
-    if logits.is_cuda and logits.dtype != torch.float64 and not (torch.is_grad_enabled() and logits.requires_grad):
+    if kernels.on_device(logits) and not (torch.is_grad_enabled() and logits.requires_grad):
         from nanospec_fn.kernels import head  # needs Triton
 
         return head.log_probs(logits, temperature, top_k, top_p)

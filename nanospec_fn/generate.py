@@ -12,10 +12,11 @@ from tqdm import tqdm
 from nanospec_fn import chat
 from nanospec_fn import trace as tracing
 from nanospec_fn.draft import Draft, Speculation
-from nanospec_fn.engine import Engine, Request, Update, serve, trace_header
+from nanospec_fn.engine import Engine, Request, serve, trace_header
 from nanospec_fn.filters import log_probs
 from nanospec_fn.model import Model, forward
 from nanospec_fn.program import EngineConfig, check_parts, check_tokens, pages_for, tree_shape
+from nanospec_fn.reports import Update
 from nanospec_fn.sampling import Sampling, controls
 from nanospec_fn.struct import replace
 from nanospec_fn.trees import Tree
@@ -39,8 +40,10 @@ class Completion:
 
     def add(self, piece: "Chunk | Update") -> None:
         """Take in what a step did for this prompt; the text is left to the caller."""
-        for name in ("tokens", "target_logp", "behaviour_logp", "origin"):
-            getattr(self, name).extend(getattr(piece, name))
+        self.tokens += piece.tokens
+        self.target_logp += piece.target_logp
+        self.behaviour_logp += piece.behaviour_logp
+        self.origin += piece.origin
         if piece.accepted is not None:
             self.accepted.append(piece.accepted)
         self.finish_reason = piece.finish_reason
@@ -103,10 +106,11 @@ def generate(
         bar.update(len(job.completions) - len(job.requests))
         tokens = 0
         try:
-            for update in job.run():
+            for _, update in job.run():
                 tokens += len(update.tokens)
-                bar.set_postfix(tokens=tokens, refresh=False)
-                bar.update(update.finish_reason is not None)
+                if update.finish_reason:
+                    bar.set_postfix(tokens=tokens, refresh=False)
+                    bar.update(1)
         except KeyboardInterrupt:
             job.abort()
     return job.completions
@@ -135,11 +139,11 @@ def _chunks(job: "_Job") -> Iterator[Chunk]:
     for index, completion in enumerate(job.completions):
         if completion.finish_reason:
             yield Chunk(index, [], "", completion.finish_reason, [], [], [], None)
-    for update in job.run():
+    for index, update in job.run():
         yield Chunk(
-            index=update.index,
+            index=index,
             tokens=update.tokens,
-            text=decoders[update.index].add(spoken(update), last=update.finish_reason is not None),
+            text=decoders[index].add(spoken(update), last=update.finish_reason is not None),
             finish_reason=update.finish_reason,
             target_logp=update.target_logp,
             behaviour_logp=update.behaviour_logp,
@@ -184,13 +188,14 @@ class _Job:
     completions: list[Completion]
     trace: tracing.File | None
 
-    def run(self) -> Iterator[Update]:
+    def run(self) -> Iterator[tuple[int, Update]]:
+        """Serve the requests: the prompt that grew, and by what."""
         with torch.no_grad(), contextlib.ExitStack() as stack:
             writer = stack.enter_context(tracing.Writer(self.trace)) if self.trace else None
             for update in serve(self.engine, self.requests):
                 record = self._round(update, writer.file) if writer else None
-                update = replace(update, index=self.origin[update.index])
-                completion = self.completions[update.index]
+                prompt = self.origin[update.index]
+                completion = self.completions[prompt]
                 completion.add(update)
                 if update.finish_reason:
                     self._finish(completion)
@@ -201,7 +206,7 @@ class _Job:
                         file, writer = writer.file.path, None  # a file with a gap would be no trace
                         text = f"trace {file} ends early, the run goes on without it: {error.strerror}"
                         warnings.warn(text, RuntimeWarning, stacklevel=2)
-                yield update
+                yield prompt, update
 
     def _round(self, update: Update, file: tracing.File) -> tracing.Round:
         """The record of an update that has not been added yet."""

@@ -110,8 +110,7 @@ def inv_freq(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
 
 def angles(rope: Rope, head_dim: int, position: Tensor) -> tuple[Tensor, Tensor]:
     """cos, sin [n, D/2] fp32 for position [n]."""
-    phase = position.float()[:, None] * inv_freq(rope, head_dim, position.device)
-    return torch.cos(phase), torch.sin(phase)
+    return kernels.angles(position, inv_freq(rope, head_dim, position.device))
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | tuple[()], gemm: str, residual: Tensor | None = None) -> Tensor:
@@ -126,48 +125,81 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | tuple[()], gemm: str, residual: 
 AttendLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class Turning:
+    """An `AttendLayer` that turns queries and keys by itself, in the launch that stores the keys."""
+
+    layer: Callable[..., Tensor]  # (index, qkv [n, H + 2K, D], cos, sin [n, D/2]) -> [n, H, D]; no index for one layer
+
+
+def of_layer(attend: AttendLayer | Turning, i: int) -> Callable[..., Tensor] | Turning:
+    """What `decoder_layer` takes, for layer i."""
+    if isinstance(attend, Turning):
+        return Turning(functools.partial(attend.layer, i))
+    return functools.partial(attend, i)
+
+
 def decoder_layer(
-    w: Layer, cfg: Config, x: Tensor, x_in: Tensor, cos: Tensor, sin: Tensor, attend: Callable[..., Tensor]
+    w: Layer, cfg: Config, x: Tensor, x_in: Tensor, cos: Tensor, sin: Tensor, attend: Callable[..., Tensor] | Turning
 ) -> Tensor:
     """One pre-norm layer: residual x [n, E], attention input x_in [n, E_in] (already normed) -> [n, E]."""
     n = x.shape[0]
     qkv = linear(x_in, w.qkv, w.qkv_bias, cfg.gemm).view(n, -1, cfg.head_dim)
-    qk, v = qkv.split((cfg.num_heads + cfg.num_kv_heads, cfg.num_kv_heads), dim=1)
-    q, k = kernels.rope(qk, cos, sin).split((cfg.num_heads, cfg.num_kv_heads), dim=1)
-    x = linear(attend(q, k, v).reshape(n, -1), w.out, w.out_bias, cfg.gemm, residual=x)
-    h = linear(kernels.rms_norm(x, w.mlp_norm, cfg.rms_eps), w.gate_up, w.gate_up_bias, cfg.gemm)
-    return linear(kernels.silu_mul(h), w.down, w.down_bias, cfg.gemm, residual=x)
+    if isinstance(attend, Turning):
+        mixed = attend.layer(qkv, cos, sin)
+    else:
+        qk, v = qkv.split((cfg.num_heads + cfg.num_kv_heads, cfg.num_kv_heads), dim=1)
+        q, k = kernels.rope(qk, cos, sin).split((cfg.num_heads, cfg.num_kv_heads), dim=1)
+        mixed = attend(q, k, v)
+    x = linear(mixed.reshape(n, -1), w.out, w.out_bias, cfg.gemm, residual=x)
+    h = kernels.rms_norm(x, w.mlp_norm, cfg.rms_eps)
+    if isinstance(w.gate_up_bias, Tensor):
+        h = kernels.silu_mul(linear(h, w.gate_up, w.gate_up_bias, cfg.gemm))
+    else:
+        h = kernels.linear_silu_mul(h, w.gate_up, cfg.gemm)
+    return linear(h, w.down, w.down_bias, cfg.gemm, residual=x)
 
 
 def hidden(
-    params: Params, cfg: Config, token: Tensor, position: Tensor, attend: AttendLayer, taps: Sequence[int] = ()
+    params: Params,
+    cfg: Config,
+    token: Tensor,
+    position: Tensor,
+    attend: AttendLayer | Turning,
+    taps: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """The residual stream after the last layer, before the final norm.
 
     Args:
-      token, position: [n]; a padding row may hold any token in range and position 0.
+      token, position: [n]; a padding row may hold any token in range and any position.
       attend: called once per layer.
       taps: layer indices whose *input* is wanted (EAGLE-3 features).
     Returns: x [n, E], and the taps concatenated [n, len(taps) * E].
     """
     n, short = len(token), -len(token) % kernels.row_block(token)
-    # Padded once here, so that no function below has to.
-    token, position = (torch.nn.functional.pad(t, (0, short)) for t in (token, position))
+    if short:  # padded once here, so that no function below has to
+        token, position = (torch.nn.functional.pad(t, (0, short)) for t in (token, position))
+        attend = _of_live_rows(attend, n, short)
     x = params.embed[token]
     cos, sin = angles(cfg.rope, cfg.head_dim, position)
     tapped = []
     for i, w in enumerate(params.layers):
         if i in taps:
             tapped.append(x)
-
-        def live(q: Tensor, k: Tensor, v: Tensor, i: int = i) -> Tensor:
-            mixed = attend(i, q[:n], k[:n], v[:n])
-            return torch.nn.functional.pad(mixed, (0, 0, 0, 0, 0, short)) if short else mixed
-
-        x = decoder_layer(w, cfg, x, kernels.rms_norm(x, w.attn_norm, cfg.rms_eps), cos, sin, live)
+        x = decoder_layer(w, cfg, x, kernels.rms_norm(x, w.attn_norm, cfg.rms_eps), cos, sin, of_layer(attend, i))
     if len(params.layers) in taps:
         tapped.append(x)
     return x[:n], torch.cat(tapped, dim=-1)[:n] if tapped else x[:n, :0]
+
+
+def _of_live_rows(attend: AttendLayer | Turning, n: int, short: int) -> AttendLayer | Turning:
+    """`attend` for n rows and `short` rows of padding behind them."""
+    inner = attend.layer if isinstance(attend, Turning) else attend
+
+    def live(i: int, *tensors: Tensor) -> Tensor:
+        return torch.nn.functional.pad(inner(i, *(x[:n] for x in tensors)), (0, 0, 0, 0, 0, short))
+
+    return Turning(live) if isinstance(attend, Turning) else live
 
 
 def output_head(params: Params) -> Tensor:
@@ -206,7 +238,7 @@ def forward(params: Params, cfg: Config, tokens: Tensor) -> Tensor:
 
 def dense_attend(cfg: Config, b: int, t: int, position: Tensor) -> AttendLayer:
     """Causal attention among the b * t rows of this very pass."""
-    if position.is_cuda and cfg.gemm == "canonical":
+    if kernels.on_device(position) and cfg.gemm == "canonical":
         from nanospec_fn.kernels import gpu  # needs Triton
 
         return lambda _, q, k, v: gpu.causal_attention(q, k, v, b)

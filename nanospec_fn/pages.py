@@ -7,11 +7,12 @@ padding rows write there, and it is never read.
 Shapes: B slots, M page-table width, P usable pages, S page size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from nanospec_fn import kernels
 from nanospec_fn.struct import put, put_, replace, state
 
 SINK = 0
@@ -42,7 +43,21 @@ def init_pool(
     num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
     """One layer's pool [P + 1, 2, S, K, D], the sink included."""
-    return torch.zeros(num_pages + 1, 2, page_size, kv_heads, head_dim, dtype=dtype, device=device)
+    return init_pools(1, num_pages, page_size, kv_heads, head_dim, dtype, device)[0]
+
+
+def init_pools(
+    layers: int,
+    num_pages: int,
+    page_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> tuple[Tensor, ...]:
+    """A pool for each layer, side by side in memory, so that one launch can reach all of them."""
+    shape = (layers, num_pages + 1, 2, page_size, kv_heads, head_dim)
+    return torch.zeros(shape, dtype=dtype, device=device).unbind(0)
 
 
 def alloc(pages: Pages, need: Tensor, width: int) -> tuple[Pages, Tensor, Tensor]:
@@ -126,16 +141,37 @@ def read(pool: Tensor, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
 
 def move(pool: Tensor, page_table: Tensor, source: Tensor, dest: Tensor, page_size: int, put: Write) -> Tensor:
     """Copy rows inside each slot: storage positions source [B, R] -> dest [B, R]; a negative pair does nothing."""
-    if pool.is_cuda:
-        from nanospec_fn.kernels import attend  # needs Triton
-
-        pool = pool if put is put_ else pool.clone()
-        attend.move_kv(pool, page_table, source, dest)
-        return pool
     page, offset = locate(page_table, torch.where(dest < 0, NONE, source), page_size)
     k, v = read(pool, page, offset)
     page, offset = locate(page_table, torch.where(source < 0, NONE, dest), page_size)
     return write(pool, page, offset, k.flatten(0, 1), v.flatten(0, 1), put)
+
+
+def commit(
+    pools: Sequence[Tensor],
+    page_table: Tensor,
+    length: Tensor,
+    path: Tensor,
+    live: Tensor,
+    page_size: int,
+    put: Write,
+) -> tuple[Tensor, ...]:
+    """Move KV from where a tree kept it to where it belongs, in every layer's pool.
+
+    Args: length [B]: the root's position, node i's KV is at length + 1 + i; path [B, D]: the accepted node of each
+      depth, -1 past the last; live [B]: False leaves a slot alone.
+    """
+    if pools and kernels.on_device(pools[0]):
+        from nanospec_fn.kernels import attend  # needs Triton
+
+        pools = tuple(pools) if put is put_ else tuple(pool.clone() for pool in pools)
+        attend.commit_kv(pools, page_table, length, path, live)
+        return pools
+    first = length[:, None] + 1
+    path = torch.where(live[:, None], path, NONE)
+    source = torch.where(path < 0, NONE, first + path)
+    dest = torch.where(path < 0, NONE, first + torch.arange(path.shape[1], dtype=torch.int32, device=path.device))
+    return tuple(move(pool, page_table, source, dest, page_size, put) for pool in pools)
 
 
 def copy_page(pool: Tensor, source: Tensor, dest: Tensor, put: Write) -> Tensor:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanospec_fn import model, pages, schedule, slots, step
+from nanospec_fn import acceptance, flashinfer, model, pages, schedule, slots, step
 from nanospec_fn.attention import Attend, Canonical, Sdpa
 from nanospec_fn.draft import Draft, Nothing, PoolShape, Speculation
+from nanospec_fn.flashinfer import FlashInfer
 from nanospec_fn.pages import Write
 from nanospec_fn.sampling import Sampling
 from nanospec_fn.step import Info, Params, State, Static
@@ -18,6 +19,7 @@ from nanospec_fn.struct import put, replace
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 ATTEND = ("auto", "sdpa", "canonical", "flashinfer")
 CAPTURE = ("auto", "on", "off")
+VARIANTS = ("fixed", "auto")
 DEFAULT_TOKENS = 2048  # of a sequence, where nothing says how long they get
 PLAIN = Speculation(depth=0)  # the shape of no tree
 
@@ -33,6 +35,9 @@ class EngineConfig:
     capture: str = "auto"  # "on": one CUDA graph per step and shape; "off": eager, the state donated; "auto": "on"
     prefill_chunk: int = 512  # most prompt tokens per slot and step
     max_context: int | None = None  # most tokens of a request, prompt included; None, or more: the model's context
+    variants: str = (
+        "fixed"  # every round has the given tree; "auto": the host picks among smaller ones, by measured time
+    )
 
     def validate(self) -> None:
         """Errors: ValueError naming the field that is out of range."""
@@ -45,7 +50,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be an integer from 1 to {high}, got {value!r}")
         if type(self.page_size) is not int or self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {self.page_size!r}")
-        for name, known in (("attend", ATTEND), ("capture", CAPTURE)):
+        for name, known in (("attend", ATTEND), ("capture", CAPTURE), ("variants", VARIANTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
 
@@ -94,10 +99,13 @@ def build(
     engine: EngineConfig | None = None,
     speculation: Speculation | None = None,
     record: bool = False,
+    decide: step.Rule = acceptance.decide,
 ) -> "Program":
     """Bind an engine's hashable statics. Weights and state are arguments of its steps.
 
-    Args: record: gather evidence for rules that no request uses too, so that a round can be judged under others.
+    Args:
+      record: gather evidence for rules that no request uses too, so that a round can be judged under others.
+      decide: the acceptance rule, in place of the built-in ones that `Sampling.rule` chooses from.
     Errors: ValueError naming the parameter that is out of range, or what cannot be combined.
     """
     check_parts(draft, engine, speculation)
@@ -116,6 +124,7 @@ def build(
         page_size=engine.page_size,
         prefill_chunk=engine.prefill_chunk,
         record=record,
+        decide=decide,
     )
     check_memory(model, num_pages, engine.page_size)
     pool = PoolShape(num_pages, engine.page_size, model.params.embed.dtype, model.params.embed.device)
@@ -143,7 +152,8 @@ def pick_attend(engine: EngineConfig, model: model.Model) -> Attend:
     Errors: ValueError for a backend that this model's device cannot run.
     """
     if engine.attend == "flashinfer":
-        raise ValueError("attend='flashinfer' is not implemented; this version has sdpa and canonical")
+        flashinfer.check(model.params.embed.dtype, model.params.embed.device)
+        return FlashInfer(engine.page_size)
     if engine.attend == "canonical" and model.cfg.gemm != "canonical":
         raise ValueError(
             f"attend='canonical' needs a model on CUDA with gemm 'canonical', this one is on "
@@ -175,6 +185,23 @@ class Program:
     def capacity(self) -> int:
         """Most tokens of one request, prompt included: by the context, and by a round with the pool to itself."""
         return max(0, min(self.max_context, self.pool.num_pages * self.page_size - self.lookahead + 1))
+
+    def check_shape(self, shape: Speculation) -> None:
+        """Errors: ValueError for a round's tree that the program's own does not cover, naming the field."""
+        own = self.static.speculation
+        if shape.coupled != own.coupled:
+            raise ValueError(f"a round's coupled is {shape.coupled}, the program's {own.coupled}")
+        for name in ("depth", "lookahead"):
+            mine, most = getattr(shape, name), getattr(own, name)
+            if not 0 <= mine <= most:
+                raise ValueError(f"a round's {name} is {mine}, the program's own tree has {most}")
+
+    def shapes(self) -> tuple[Speculation, ...]:
+        """The rounds that the host may choose from: no tree, a short and a long chain, the program's own tree."""
+        own = self.static.speculation
+        depths = sorted({0, (own.depth + 1) // 2, own.depth})
+        chains = [replace(own, top_k=1, depth=depth, num_nodes=None) for depth in depths]
+        return (*chains, own) if own.top_k > 1 else tuple(chains)
 
     def init(self) -> State:
         """Empty slots over an empty pool."""
@@ -309,10 +336,20 @@ class Program:
         return step.decode(self.static, params, state, slot, put)
 
     def speculate(
-        self, params: Params, state: State, slot: Tensor | None = None, put: Write = put
+        self,
+        params: Params,
+        state: State,
+        slot: Tensor | None = None,
+        shape: Speculation | None = None,
+        put: Write = put,
     ) -> tuple[State, Info]:
-        """`step.speculate`: one round for every running slot."""
-        return step.speculate(self.static, params, state, slot, put)
+        """`step.speculate`: one round for every running slot; shape: of its tree, None: the program's own.
+
+        Errors: ValueError for a tree that does not fit into the state of the program's own.
+        """
+        if shape is not None:
+            self.check_shape(shape)
+        return step.speculate(self.static, params, state, slot, shape, put)
 
 
 def _put_row(x: Tensor, slot: int, value: Tensor) -> Tensor:

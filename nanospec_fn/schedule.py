@@ -1,11 +1,13 @@
 """Who runs where and which step comes next: pure host policy, `(HostState, Events) -> (HostState, Plan)`.
 
-The driver (generate.py) executes a plan in this order: evict, insert, then the prefill chunk or the round. It tells
-what happened in the `Events` of a later call. A driver that reads results one step behind has to read all that it has
-issued before it evicts, and drops refusals of steps that ran before that eviction.
+The driver (engine.py) executes a plan in this order: evict, insert, then the prefill chunk or the round. It tells what
+happened in the `Events` of a later call. A driver that reads results one step behind tells what it expects of a prefill
+(`expected`), and the truth later. Where a plan evicts or inserts it drops the plan, reads all that it has issued, and
+plans again from the same state: who comes or goes is decided on facts alone.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 MIN_CHUNK = 8  # a shorter prefill chunk costs as much as this one, and each size is one more captured graph
 
@@ -16,6 +18,7 @@ class Config:
 
     max_slots: int
     prefill_chunk: int = 512  # most prompt tokens per slot and step
+    prefill_rows: int = 2**30  # most of all slots, padding counted; a slot gets MIN_CHUNK whatever this says
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,6 @@ class Request:
     index: int  # the driver's name for it
     length: int  # prompt tokens
     group: int  # equal for equal prompts, whose KV is shared
-    emitted: int = 0  # tokens emitted so far; recomputed after a preemption
     age: int = -1  # rank of the first admission, lower is older; -1: never admitted
 
 
@@ -44,6 +46,9 @@ class HostState:
 
     queue: tuple[Request, ...] = ()  # preempted ones by age, then the never admitted in order of arrival
     running: tuple[Running, ...] = ()  # oldest first
+    emitted: Mapping[int, int] = field(
+        default_factory=dict
+    )  # tokens by request, recomputed after a preemption; 0: absent
     admitted: int = 0  # first admissions so far: the next age
     hold: bool = False  # a preemption found the pool full and no request has left since: admit nobody
     prefilled: bool = False  # the last step was a prefill chunk, so a round is next
@@ -59,10 +64,20 @@ class Events:
     """What happened since the last plan, by request index. Requests that have left are ignored."""
 
     arrived: tuple[Request, ...] = ()
-    prefilled: tuple[tuple[int, int], ...] = ()  # (request, tokens still to prefill)
-    emitted: tuple[tuple[int, int], ...] = ()  # (request, new tokens), the prefill's own token counted
+    prefilled: tuple[tuple[int, int], ...] = ()  # (request, tokens still to prefill); of several the last one counts
+    emitted: tuple[tuple[int, int], ...] = ()  # (request, new tokens), the prefill's own token counted; they add up
     refused: tuple[int, ...] = ()  # the step's page allocation failed: the request paused
     finished: tuple[int, ...] = ()
+
+    def then(self, later: "Events") -> "Events":
+        """Both, in this order."""
+        return Events(
+            self.arrived + later.arrived,
+            self.prefilled + later.prefilled,
+            self.emitted + later.emitted,
+            self.refused + later.refused,
+            self.finished + later.finished,
+        )
 
 
 @dataclass(frozen=True)
@@ -129,27 +144,43 @@ def plan(config: Config, state: HostState, events: Events) -> tuple[HostState, P
     ready = tuple(r.slot for r in state.running if not r.left)
     evict = freed + preempted
     if prompts and not (ready and state.prefilled):
-        chunk = bucket(max(MIN_CHUNK, *(r.left for r in prompts)), config.prefill_chunk)
         slots = tuple(r.slot for r in prompts)
         size = bucket(len(slots), config.max_slots)
+        chunk = bucket(max(MIN_CHUNK, *(r.left for r in prompts)), config.prefill_chunk)
+        chunk = min(chunk, max(MIN_CHUNK, config.prefill_rows // size))
         return replace(state, prefilled=True), Plan(evict, insert, prefill=slots, chunk=chunk, bucket=size)
     size = bucket(len(ready), config.max_slots) if ready else 0
     return replace(state, prefilled=False), Plan(evict, insert, round=ready, bucket=size)
 
 
+def expected(state: HostState, known: Events, plan: Plan) -> Events:
+    """What a prefill step that has not been read yet will have done, unless it is refused pages.
+
+    Args: state: from after the plan; known: events of earlier steps that the state has not been told.
+    """
+    left = {r.request.index: r.left for r in state.running} | dict(known.prefilled)
+    taking_part = {*plan.prefill}
+    chunks = ((r.request.index, plan.chunk) for r in state.running if r.slot in taking_part)
+    return Events(prefilled=tuple((index, max(0, left[index] - chunk)) for index, chunk in chunks))
+
+
 def _take_in(state: HostState, events: Events) -> tuple[HostState, tuple[int, ...]]:
     """Update the books; the slots of requests that left are free."""
-    left, emitted, gone = dict(events.prefilled), dict(events.emitted), set(events.finished)
-
-    def count(request: Request) -> Request:
-        new = emitted.get(request.index, 0)
-        return replace(request, emitted=request.emitted + new) if new else request
-
-    queue = tuple(count(r) for r in (*state.queue, *events.arrived) if r.index not in gone)
-    stay = tuple(r for r in state.running if r.request.index not in gone)
-    freed = tuple(r.slot for r in state.running if r.request.index in gone)
-    running = tuple(Running(count(r.request), r.slot, left.get(r.request.index, r.left)) for r in stay)
-    return replace(state, queue=queue, running=running, hold=state.hold and not freed), freed
+    left, gone = dict(events.prefilled), set(events.finished)
+    emitted = {**state.emitted}
+    for index, new in events.emitted:
+        emitted[index] = emitted.get(index, 0) + new
+    for index in gone:
+        emitted.pop(index, None)
+    queue, running = state.queue + events.arrived, state.running
+    freed: tuple[int, ...] = ()
+    if gone:
+        queue = tuple(r for r in queue if r.index not in gone)
+        freed = tuple(r.slot for r in running if r.request.index in gone)
+        running = tuple(r for r in running if r.request.index not in gone)
+    if left:
+        running = tuple(replace(r, left=left[r.request.index]) if r.request.index in left else r for r in running)
+    return replace(state, queue=queue, running=running, emitted=emitted, hold=state.hold and not freed), freed
 
 
 def _preempt(state: HostState, refused: list[int]) -> tuple[HostState, tuple[int, ...]]:
@@ -164,6 +195,8 @@ def _preempt(state: HostState, refused: list[int]) -> tuple[HostState, tuple[int
 
 def _admit(config: Config, state: HostState) -> tuple[HostState, tuple[Insert, ...]]:
     """Fill free slots from the front of the queue. Who waits for its group's prefill keeps a slot reserved."""
+    if not state.queue:
+        return replace(state, hold=False), ()
     taken = {r.slot for r in state.running}
     free = [slot for slot in range(config.max_slots) if slot not in taken]
     running, waiting, insert, admitted = list(state.running), [], [], state.admitted
@@ -174,11 +207,12 @@ def _admit(config: Config, state: HostState) -> tuple[HostState, tuple[Insert, .
             waiting.append(request)
             continue
         slot = free.pop(0)
-        insert.append(Insert(request.index, slot, donor, request.emitted))
+        emitted = state.emitted.get(request.index, 0)
+        insert.append(Insert(request.index, slot, donor, emitted))
         if request.age < 0:
             request, admitted = replace(request, age=admitted), admitted + 1
         # The last emitted token is the pending one: it has no KV yet.
-        left = request.length + max(request.emitted - 1, 0)
+        left = request.length + max(emitted - 1, 0)
         if donor is not None:
             left -= shared_tokens(request.length)  # more, if no page was left for a copy of the last page: see Events
         running.append(Running(request, slot, left))

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from nanospec_fn import pages, sampling
-from nanospec_fn.struct import replace, state
+from nanospec_fn import kernels, pages, sampling
+from nanospec_fn.acceptance import Verdict
+from nanospec_fn.pages import Write
+from nanospec_fn.struct import put, put_, replace, state
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # done codes
 MAX_STOP_IDS = 32
@@ -113,9 +115,14 @@ def take(slots: Slots, slot: Tensor | None) -> Slots:
     return slots if slot is None else pytree.tree_map(lambda x: x[slot], slots)
 
 
-def put_back(slots: Slots, slot: Tensor | None, taken: Slots) -> Slots:
-    """The inverse of `take`."""
-    return taken if slot is None else pytree.tree_map(lambda x, y: x.index_put((slot,), y), slots, taken)
+STEPPED = ("done", "tokens", "total", "length", "unseen", "page_table", "num_pages")  # all that a step changes
+
+
+def put_back(slots: Slots, slot: Tensor | None, taken: Slots, put: Write = put) -> Slots:
+    """The inverse of `take`, after a step."""
+    if slot is None:
+        return taken
+    return replace(slots, **{name: put(getattr(slots, name), (slot,), getattr(taken, name)) for name in STEPPED})
 
 
 def running(slots: Slots) -> Tensor:
@@ -143,6 +150,37 @@ def reserve(
     new = page_id.gather(1, lane.clamp(0, width - 1).long())
     table = torch.where((lane >= 0) & (lane < count[:, None]), new, table)
     return free, replace(slots, page_table=table, num_pages=slots.num_pages + count), ok
+
+
+def reserve_round(
+    free: pages.Pages, slots: Slots, ahead: int, page_size: int, put: Write = put
+) -> tuple[pages.Pages, Slots, Tensor, Tensor]:
+    """`reserve` for every running slot, `ahead` storage positions past its known tokens.
+
+    Returns: pages, slots, live and ok [B] bool; live: a running slot that has its pages.
+    """
+    width = ahead // page_size + 2
+    if not kernels.on_device(slots.total):
+        live = running(slots)
+        free, slots, ok = reserve(free, slots, torch.where(live, slots.total + ahead, 0), page_size, width)
+        return free, slots, live & ok, ok
+    from nanospec_fn.kernels import round  # needs Triton
+
+    held = _owned((slots.page_table, slots.num_pages, free.refs, free.num_free), put)
+    table, num_pages, refs, num_free = held
+    read = (slots.active, slots.done, slots.length, slots.prefill_to, slots.total)
+    live, ok = round.reserve(read, table, num_pages, (refs, free.stack, num_free), ahead, page_size, width)
+    return (
+        replace(free, refs=refs, num_free=num_free),
+        replace(slots, page_table=table, num_pages=num_pages),
+        live,
+        ok,
+    )
+
+
+def _owned(tensors: tuple[Tensor, ...], put: Write) -> tuple[Tensor, ...]:
+    """The tensors themselves for a step that owns its state, else copies."""
+    return tensors if put is put_ else tuple(x.clone() for x in tensors)
 
 
 def tokens_at(slots: Slots, position: Tensor) -> Tensor:
@@ -176,4 +214,46 @@ def emit(slots: Slots, tokens: Tensor, count: Tensor) -> tuple[Slots, Tensor]:
             unseen=torch.where(emitted, count, slots.unseen),
         ),
         count,
+    )
+
+
+@state
+class Emitted:
+    """What a round emitted, padded with -1 (log-probs with 0); W the columns that were asked for."""
+
+    tokens: Tensor  # [B, W] int32
+    target_logp: Tensor  # [B, W]
+    behaviour_logp: Tensor  # [B, W]
+    count: Tensor  # [B] int32
+    accepted: Tensor  # [B] int32, drafted tokens among them
+    done: Tensor  # [B] int32, as in the slots by now, but never their own tensor where a step owns them
+    left: Tensor  # [B] int32, prompt tokens still to prefill
+
+
+def append(slots: Slots, verdict: Verdict, live: Tensor, width: int, put: Write = put) -> tuple[Slots, Emitted]:
+    """`emit` a verdict's tokens where live [B], and say what was emitted in `width` columns, at least the verdict's."""
+    v = verdict
+    if kernels.on_device(v.target_logp):
+        from nanospec_fn.kernels import round  # needs Triton
+
+        names = ("tokens", "total", "length", "done", "unseen")
+        changed = _owned(tuple(getattr(slots, name) for name in names), put)
+        given = (v.tokens, v.target_logp, v.behaviour_logp, v.count)
+        fixed = (slots.limit, slots.stop_ids, slots.prefill_to)
+        out = round.emit(given, live, fixed, changed, width, (STOP, LENGTH))
+        return replace(slots, **dict(zip(names, changed, strict=True))), Emitted(*out)
+    slots, count = emit(slots, v.tokens, torch.where(live, v.count, 0))
+    lane = torch.arange(width, device=count.device)
+
+    def trim(x: Tensor, filler: float) -> Tensor:
+        return torch.where(lane < count[:, None], torch.nn.functional.pad(x, (0, width - x.shape[1])), filler)
+
+    return slots, Emitted(
+        tokens=trim(v.tokens, -1),
+        target_logp=trim(v.target_logp, 0.0),
+        behaviour_logp=trim(v.behaviour_logp, 0.0),
+        count=count,
+        accepted=torch.minimum(count, v.accepted),
+        done=slots.done,
+        left=(slots.prefill_to - slots.length).clamp_min(0),
     )

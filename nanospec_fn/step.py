@@ -12,6 +12,7 @@ E hidden, F feature width of the draft.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,16 @@ from torch import Tensor
 
 from nanospec_fn import acceptance, attention, draft, model, pages, slots, trees
 from nanospec_fn.acceptance import Evidence, Verdict
-from nanospec_fn.attention import DEAD, Attend, Rows
+from nanospec_fn.attention import Attend, Rows
 from nanospec_fn.draft import Speculation
 from nanospec_fn.pages import Pages, Write
+from nanospec_fn.sampling import Controls
 from nanospec_fn.slots import Slots
-from nanospec_fn.struct import put, replace, state
+from nanospec_fn.struct import put, replace, rewritten, state
 from nanospec_fn.trees import Tree
+
+# An acceptance rule: what `acceptance.decide` is a function of, and what it returns.
+Rule = Callable[[Evidence, Tree, Controls, int], Verdict]
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Static:
     page_size: int
     prefill_chunk: int
     record: bool
+    decide: Rule = acceptance.decide
 
 
 @state
@@ -54,7 +60,7 @@ class State:
     """All that the engine carries from step to step."""
 
     pages: Pages
-    pools: tuple[Tensor, ...]  # the target's KV, L x [P + 1, 2, S, K, D]
+    pools: tuple[Tensor, ...] = rewritten()  # the target's KV, L x [P + 1, 2, S, K, D]
     slots: Slots
     draft: draft.State
 
@@ -104,8 +110,8 @@ def prefill(
     logits = model.logits(params.target, static.cfg, last[:, 0])[:, None]
     tree = trees.init_all(len(n), 0, n.device)
     evidence, verdict = _judge(static, logits, tree, s, depth=0)
-    s, info = _emit(static, s, tree, evidence, verdict, first, ok)
-    return _put_back(replace(state, pages=free, pools=pools), slot, s, carried), info
+    s, info = _emit(static, s, tree, evidence, verdict, first, ok, put)
+    return _put_back(replace(state, pages=free, pools=pools), slot, s, carried, put), info
 
 
 def decode(
@@ -117,22 +123,26 @@ def decode(
 
 
 def speculate(
-    static: Static, params: Params, state: State, slot: Tensor | None = None, put: Write = put
+    static: Static,
+    params: Params,
+    state: State,
+    slot: Tensor | None = None,
+    shape: Speculation | None = None,
+    put: Write = put,
 ) -> tuple[State, Info]:
     """One round for every running slot: draft a tree, verify it in one pass, emit accepted tokens and one more.
 
-    Args: slot: [b] distinct slots that take part, None for all.
+    Args: slot: [b] distinct slots that take part, None for all; shape: of this round's tree, no deeper and of no more
+      nodes than static.speculation's (depth 0: no tree); None: that one.
     """
-    return _round(static, params, state, slot, static.speculation, put)
+    return _round(static, params, state, slot, shape or static.speculation, put)
 
 
 def _round(
     static: Static, params: Params, state: State, slot: Tensor | None, spec: Speculation, put: Write
 ) -> tuple[State, Info]:
     s, carried = slots.take(state.slots, slot), draft.take(state.draft, slot)
-    live, ahead = slots.running(s), spec.lookahead
-    free, s, ok = _reserve(static, state.pages, s, torch.where(live, s.total + ahead, 0), ahead)
-    live = live & ok
+    free, s, live, ok = slots.reserve_round(state.pages, s, spec.lookahead, static.page_size, put)
 
     carried, tree = static.method.propose(params, carried, s, live, spec, static.attend, put)  # draft
     rows = verify_rows(s, tree, live, spec)
@@ -142,8 +152,8 @@ def _round(
     if spec.top_k > 1 and spec.depth:  # a chain's nodes stand where they belong
         pools = _commit(static, pools, s, verdict, live, put)
     carried = draft.observe(carried, features.view(*rows.token.shape, -1), verdict.path, live)
-    s, info = _emit(static, s, tree, evidence, verdict, live, ok)
-    return _put_back(replace(state, pages=free, pools=pools), slot, s, carried), info
+    s, info = _emit(static, s, tree, evidence, verdict, live, ok, put)
+    return _put_back(replace(state, pages=free, pools=pools), slot, s, carried, put), info
 
 
 def _reserve(static: Static, free: Pages, s: Slots, upto: Tensor, most: int) -> tuple[Pages, Slots, Tensor]:
@@ -156,7 +166,7 @@ def _run_target(
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """Run the target over rows: pools with their KV, x [n, E], and the draft's features [n, F]."""
     after, attend = attention.through(static.attend, static.cfg, rows, s.page_table, pools, put)
-    token, position = rows.token.flatten(), rows.position.clamp_min(0).flatten()
+    token, position = rows.token.flatten(), rows.position.flatten()
     x, tapped = model.hidden(params.target, static.cfg, token, position, attend, static.method.taps)
     return tuple(after), x, static.method.fuse(params, tapped)
 
@@ -164,65 +174,40 @@ def _run_target(
 def _judge(static: Static, logits: Tensor, tree: Tree, s: Slots, depth: int) -> tuple[Evidence, Verdict]:
     """`acceptance.accept` in its two parts: logits [b, R, V] of the root and of tree [b, N]."""
     evidence = acceptance.weigh(logits, tree, s.controls, s.total, full=static.record)
-    return evidence, acceptance.decide(evidence, tree, s.controls, depth)
+    return evidence, static.decide(evidence, tree, s.controls, depth)
 
 
 def _commit(
     static: Static, pools: tuple[Tensor, ...], s: Slots, verdict: Verdict, live: Tensor, put: Write
 ) -> tuple[Tensor, ...]:
     """Move the accepted path's KV to the positions that follow the root's."""
-    first = s.length[:, None] + 1
-    path = torch.where(live[:, None], verdict.path, -1)
-    source = torch.where(path < 0, DEAD, first + path)
-    dest = torch.where(path < 0, DEAD, first + torch.arange(path.shape[1], dtype=torch.int32, device=path.device))
-    return tuple(pages.move(pool, s.page_table, source, dest, static.page_size, put) for pool in pools)
+    return pages.commit(pools, s.page_table, s.length, verdict.path, live, static.page_size, put)
 
 
 def _emit(
-    static: Static, s: Slots, tree: Tree, evidence: Evidence, verdict: Verdict, live: Tensor, ok: Tensor
+    static: Static, s: Slots, tree: Tree, evidence: Evidence, verdict: Verdict, live: Tensor, ok: Tensor, put: Write
 ) -> tuple[Slots, Info]:
     """Append the verdict's tokens up to a stop id or the cap, and report."""
-    s, count = slots.emit(s, verdict.tokens, torch.where(live, verdict.count, 0))
-    width = static.speculation.depth + 1
-    lane = torch.arange(width, device=count.device)
-
-    def trim(x: Tensor, filler: float) -> Tensor:
-        return torch.where(lane < count[:, None], torch.nn.functional.pad(x, (0, width - x.shape[1])), filler)
-
+    s, emitted = slots.append(s, verdict, live, static.speculation.depth + 1, put)
     return s, Info(
-        tokens=trim(verdict.tokens, -1),
-        target_logp=trim(verdict.target_logp, 0.0),
-        behaviour_logp=trim(verdict.behaviour_logp, 0.0),
-        count=count,
-        accepted=torch.minimum(count, verdict.accepted),
-        done=s.done,
+        tokens=emitted.tokens,
+        target_logp=emitted.target_logp,
+        behaviour_logp=emitted.behaviour_logp,
+        count=emitted.count,
+        accepted=emitted.accepted,
+        done=emitted.done,
         ok=ok,
-        left=(s.prefill_to - s.length).clamp_min(0),
+        left=emitted.left,
         tree=tree,
         evidence=evidence,
     )
 
 
-def _put_back(state: State, slot: Tensor | None, s: Slots, carried: draft.State) -> State:
-    return replace(state, slots=slots.put_back(state.slots, slot, s), draft=draft.put_back(state.draft, slot, carried))
+def _put_back(state: State, slot: Tensor | None, s: Slots, carried: draft.State, put: Write) -> State:
+    whole, kept = slots.put_back(state.slots, slot, s, put), draft.put_back(state.draft, slot, carried, put)
+    return replace(state, slots=whole, draft=kept)
 
 
 def verify_rows(s: Slots, tree: Tree, live: Tensor, spec: Speculation) -> Rows:
     """Root (the pending token) and nodes as rows of the verify pass; node i keeps its KV at length + 1 + i."""
-    root = slots.tokens_at(s, s.length[:, None])
-    depth = torch.cat((torch.zeros_like(root), tree.depth), dim=1)
-    present = torch.cat((torch.ones_like(root, dtype=torch.bool), tree.token != Tree.NONE), dim=1)
-    lane = torch.arange(depth.shape[1], dtype=torch.int32, device=depth.device)
-    path: Tensor | tuple[()] = ()
-    if spec.top_k > 1 and spec.depth:
-        nodes = trees.paths_all(tree, 0, tree.token.shape[1], spec.depth)
-        nodes = torch.nn.functional.pad(nodes, (0, 0, 1, 0), value=-1)  # the root has none
-        first = s.length[:, None, None]
-        path = torch.cat((first.expand(-1, nodes.shape[1], 1), first + 1 + nodes.clamp_min(0)), dim=2)
-    return Rows(
-        token=torch.cat((root, tree.token.clamp_min(0)), dim=1),
-        position=torch.where(live[:, None] & present, s.length[:, None] + depth, DEAD),
-        store=s.length[:, None] + lane,
-        base=s.length,
-        path=path,
-    )
+    return attention.verify(s, tree, live, spec.depth if spec.top_k > 1 else 0)

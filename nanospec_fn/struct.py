@@ -25,7 +25,15 @@ def static(**kwargs: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static,))
+def rewritten(**kwargs: Any) -> Any:
+    """A field of tensors in which every step writes a place before it reads what it wrote there.
+
+    So a step may run twice from the same other fields: `capture` warms up on such tensors without a copy of them.
+    """
+    return dataclasses.field(metadata={"rewritten": True}, **kwargs)
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static, rewritten))
 def state(cls: type[T]) -> type[T]:
     """Make `cls` a frozen, slotted dataclass and register it as a pytree node."""
     cls = dataclasses.dataclass(frozen=True, eq=False, slots=True)(cls)  # type: ignore[assignment]
@@ -61,6 +69,19 @@ def state(cls: type[T]) -> type[T]:
 def replace(obj: T, **changes: Any) -> T:
     """A copy of a state with some fields changed; the others are shared, not copied."""
     return dataclasses.replace(obj, **changes)  # type: ignore[type-var]
+
+
+def lasting(tree: Any) -> list[Tensor]:
+    """The tensors of a pytree but for those in `rewritten` fields."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(tree, is_leaf=dataclasses.is_dataclass):
+        if dataclasses.is_dataclass(leaf):
+            skip = ("static", "rewritten")
+            fields = [f.name for f in dataclasses.fields(leaf) if not any(f.metadata.get(kind) for kind in skip)]
+            found += lasting([getattr(leaf, name) for name in fields])
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found
 
 
 def consume(obj: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from nanospec_fn import kernels
 from nanospec_fn.filters import lowest_argmax
 from nanospec_fn.struct import replace, state
 
@@ -146,16 +147,17 @@ def path(tree: Tree, node: Tensor, depth: int) -> Tensor:
 
 def expand_all(tree: Tree, depth: int, token: Tensor, logp: Tensor) -> Tree:
     """`expand` for a batch: tree [B, N], candidates [B, m, k]."""
-    if token.is_cuda and token.shape[2] <= WIDEST:
+    if kernels.on_device(token) and token.shape[2] <= WIDEST:
         from nanospec_fn.kernels import tree as kernel  # needs Triton
 
-        return Tree(*kernel.expand((tree.token, tree.parent, tree.depth, tree.logp, tree.score), depth, token, logp))
+        old = (tree.token, tree.parent, tree.depth, tree.logp, tree.score)
+        return Tree(*kernel.expand(old, depth, token, logp)[0])
     return torch.func.vmap(lambda t, i, p: expand(t, depth, i, p))(tree, token, logp)
 
 
 def paths_all(tree: Tree, first: int, count: int, depth: int) -> Tensor:
     """`path` of nodes first .. first + count - 1 for a batch: tree [B, N] -> [B, count, depth]."""
-    if tree.token.is_cuda:
+    if kernels.on_device(tree.token):
         from nanospec_fn.kernels import tree as kernel  # needs Triton
 
         return kernel.paths(tree.parent, tree.depth, first, count, depth)

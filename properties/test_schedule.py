@@ -327,3 +327,38 @@ def test_bucket(n, most, size):
 def test_shared_tokens(length, shared):
     """Bug: the last token's KV is shared although the draft's there differs by request."""
     assert schedule.shared_tokens(length) == shared
+
+
+@pytest.mark.parametrize(("rows", "chunk"), [(2**30, 128), (512, 128), (511, 127), (64, 16), (32, 8), (1, 8)])
+def test_a_prefill_has_a_budget_of_rows(rows, chunk):
+    """Bug: a chunk of 512 tokens for each of 512 slots takes more memory than the device has."""
+    config = Config(max_slots=8, prefill_chunk=128, prefill_rows=rows)
+    _, plan = steps(config, HostState(), Events(tuple(Request(i, 200, group=i) for i in range(3))))
+    assert (plan.bucket, plan.chunk) == (4, chunk)
+
+
+def test_what_a_driver_expects_is_corrected():
+    """Bugs: a second prefill step for a prompt that the first one completes; a guess that outlives the facts."""
+    config = Config(max_slots=2, prefill_chunk=16)
+    state, plan = steps(config, HostState(), Events(tuple(Request(i, n, group=i) for i, n in enumerate((40, 9)))))
+    guess = schedule.expected(state, Events(), plan)
+    assert guess == Events(prefilled=((0, 24), (1, 0)))
+    later, following = schedule.plan(config, state, guess)
+    assert following.round == (1,)
+    # The first step's facts arrive while the round runs: the second prompt was refused its pages.
+    facts = Events(prefilled=((0, 24), (1, 9)), refused=(1,))
+    _, again = schedule.plan(config, state, guess.then(facts))
+    assert again.evict == (1,)
+    later, following = schedule.plan(config, later, Events(prefilled=((0, 24),), emitted=((1, 2),)))
+    assert following.prefill == (0,)
+    assert schedule.expected(later, Events(prefilled=((0, 20),)), following) == Events(prefilled=((0, 4),))
+
+
+def test_tokens_of_two_steps_add_up():
+    """Bug: of two steps that are told of at once only the last one's tokens count."""
+    state, _ = steps(Config(max_slots=2), HostState(), Events(tuple(Request(i, 5, group=i) for i in range(2))))
+    both = Events(prefilled=((0, 0), (1, 0)), emitted=((0, 1), (1, 1)))
+    told = both.then(Events(emitted=((1, 3),))).then(Events(emitted=((1, 2),), refused=(0,)))
+    state, _ = steps(Config(max_slots=2), state, told)
+    _, plan = steps(Config(max_slots=2), state, Events(finished=(0,)))
+    assert plan.insert == (Insert(1, 0, None, emitted=6),)

@@ -1,24 +1,20 @@
-"""A head's files: how one starts, the folder that a loader reads, and the training state between runs.
+"""A head's files: how one starts, and the folder that a loader reads.
 
-A file is written beside its place and renamed into it, so that a kill leaves the old one or the new one. A head's
-config.json comes last and goes first: a folder without it does not load.
+Every file is written whole or not at all. A head's config.json comes last and goes first: a folder without it does not
+load.
 """
 
 import json
-import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import nanospec_fn as ns
-from nanospec_fn import eagle, model, struct, weights
-from rl import eagle_loss
+from nanospec_fn import eagle, model, weights
+from rl import eagle_loss, run_files
 
 
 def config_for(target: ns.Model, taps: tuple[int, ...], draft_vocab: int, intermediate: int) -> eagle.HeadConfig:
@@ -90,9 +86,9 @@ def write_folder(
     if cfg.draft_vocab_size < cfg.vocab_size:
         tensors["d2t"] = target_id - torch.arange(len(target_id))
         tensors["t2d"] = torch.zeros(cfg.vocab_size, dtype=torch.bool).index_fill_(0, target_id, True)
-    write_whole(folder / "model.safetensors", to_bytes(tensors, metadata={"format": "pt"}))
+    run_files.write_whole(folder / "model.safetensors", to_bytes(tensors, metadata={"format": "pt"}))
     raw = describe(cfg, target, dtype) | ({} if isinstance(params.head, Tensor) else {"lm_head": weights.TARGET_ROWS})
-    write_whole(folder / "config.json", (json.dumps(raw, indent=2) + "\n").encode())
+    run_files.write_whole(folder / "config.json", (json.dumps(raw, indent=2) + "\n").encode())
 
 
 def named(params: eagle.HeadParams, cfg: eagle.HeadConfig) -> dict[str, Tensor]:
@@ -118,6 +114,10 @@ def describe(cfg: eagle.HeadConfig, target: ns.Model, dtype: torch.dtype) -> dic
         rope |= {"low_freq_factor": cfg.rope.low_freq_factor, "high_freq_factor": cfg.rope.high_freq_factor}
         rope |= {"original_max_position_embeddings": cfg.rope.original_max_position}
     eos = list(target.cfg.eos_ids)
+    # SGLang and SpecForge name the layer whose output is tapped, vLLM the one whose input is; here it is SGLang's. All
+    # of them tap the same inputs where nothing is named.
+    default = cfg.taps == eagle.default_taps(target.cfg.num_layers)
+    named_taps = {} if default else {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in cfg.taps]}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -141,52 +141,5 @@ def describe(cfg: eagle.HeadConfig, target: ns.Model, dtype: torch.dtype) -> dic
         "bos_token_id": target.cfg.bos_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        # SGLang and SpecForge name the layer whose output is tapped; a tap here is the input of the layer after it.
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in cfg.taps],
-            "use_aux_hidden_state": True,
-        },
+        "eagle_config": {"use_aux_hidden_state": True} | named_taps,
     }
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all: synced beside its place, then renamed into it."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def save_state(path: Path, tree: Any, about: Mapping[str, Any]) -> None:
-    """A pytree of tensors and what it belongs to, as one safetensors file."""
-    leaves = zip(struct.leaf_names(tree), pytree.tree_leaves(tree), strict=True)
-    tensors = {name: leaf.cpu().contiguous().clone() for name, leaf in leaves}
-    write_whole(path, to_bytes(tensors, metadata={"about": json.dumps(about)}))
-
-
-def load_state(path: Path, like: Any, check: Callable[[dict[str, Any]], None]) -> Any:
-    """What `save_state` wrote, in the structure and on the devices of `like`.
-
-    Args: check: raises where the file's `about` is not what is wanted.
-    Errors: ValueError for a file that holds something else.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {})["about"])
-            check(about)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, the file is not iterable
-    except (SafetensorError, KeyError) as error:
-        raise ValueError(f"{path}: not a training state ({error})") from error
-    names, leaves = struct.leaf_names(like), pytree.tree_leaves(like)
-    shapes = {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)}
-    if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
-        raise ValueError(f"{path}: holds the training state of a head of another shape")
-    loaded = [tensors[name].to(leaf.device) for name, leaf in zip(names, leaves, strict=True)]
-    return pytree.tree_unflatten(loaded, pytree.tree_structure(like))

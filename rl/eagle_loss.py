@@ -1,15 +1,11 @@
-"""The training-time test of EAGLE-3: a head unrolled over its own features, exactly as it drafts.
+"""The training-time test of EAGLE-3: a head unrolled over its own features, exactly as it drafts (`rehearsal`).
 
-Row p of a sequence is the pair (feature p, token p + 1) and predicts token p + 2. At unroll step j it is the
-drafted token of depth j after the base p - j: it takes the head's output of step j - 1 at row p - 1 in place of the
-target's feature, and attends the true rows up to the base and then its own path, rows of the steps 1..j.
+Row p of a sequence predicts token p + 2; at unroll step j it is the drafted token of depth j after the base p - j.
 
 Shapes: B sequences, T tokens, R = T - 1 rows, E hidden, F tapped width, S unroll steps, m supervised rows,
-V vocabulary, Vd draft vocabulary, H / K query / KV heads, D head dim.
+V vocabulary, Vd draft vocabulary.
 Source: EAGLE-3 (Li et al. 2025), section 3; the weights 0.8^j as in SpecForge.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import nanospec_fn as ns
-from nanospec_fn import eagle, model, struct
+from nanospec_fn import eagle, model, rehearsal, struct
 
 CHUNK = 4096  # rows whose logits over the whole vocabulary are in memory at once
 
@@ -65,7 +61,7 @@ def observe(target: ns.Model, taps: tuple[int, ...], tokens: Tensor) -> Seen:
     b, t = tokens.shape
     position = torch.arange(t, device=tokens.device).repeat(b)
     with torch.no_grad():
-        attend = causal(target.cfg, b, t)
+        attend = rehearsal.causal(target.cfg, b, t)
         x, features = model.hidden(target.params, target.cfg, tokens.flatten(), position, attend, taps)
         best = [model.logits(target.params, target.cfg, part).argmax(-1) for part in x.split(CHUNK)]
     return Seen(taps=features.view(b, t, -1), x=x.view(b, t, -1), best=torch.cat(best).view(b, t))
@@ -95,77 +91,6 @@ def output_rows(target: ns.Model, target_id: Tensor) -> Tensor:
     return model.output_head(target.params)[target_id]
 
 
-def causal(cfg: model.Config, b: int, t: int) -> model.AttendLayer:
-    """Causal attention within each of b sequences of t rows, by the library."""
-
-    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = by_head(q, b, t, cfg), by_head(k, b, t, cfg), by_head(v, b, t, cfg)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
-
-    return attend
-
-
-def by_head(x: Tensor, b: int, t: int, cfg: model.Config) -> Tensor:
-    """[b * t, heads, D] -> [b, H, t, D], KV heads repeated for their query heads."""
-    x = x.view(b, t, *x.shape[1:]).transpose(1, 2)
-    return x.repeat_interleave(cfg.num_heads // x.shape[1], dim=1)
-
-
-def unroll(
-    params: eagle.HeadParams, cfg: eagle.HeadConfig, embed: Tensor, tokens: Tensor, taps: Tensor, steps: int
-) -> list[Tensor]:
-    """The head's outputs at every row and step, as it drafts along `tokens`.
-
-    Args: tokens [B, T]; taps [B, T, F].
-    Returns: per step j [B, R, E], what `eagle.logits` reads; rows p < j have no path.
-    """
-    b, r = tokens.shape[0], tokens.shape[1] - 1
-    token = tokens[:, 1:].flatten()
-    position = torch.arange(r, device=tokens.device).repeat(b)
-    feature = eagle.fuse(params, cfg, taps[:, :-1].flatten(0, 1))
-    past: list[tuple[Tensor, Tensor]] = []
-    out = []
-    for _ in range(steps):
-        fed = eagle.advance(params, cfg, embed, token, feature, position, along_paths(cfg, b, r, past))
-        out.append(fed.view(b, r, -1))
-        feature = shift(out[-1], 1, dim=1).flatten(0, 1)
-    return out
-
-
-def shift(x: Tensor, rows: int, dim: int) -> Tensor:
-    """x with row p along `dim` holding what was row p - rows; zeros come in."""
-    if not rows:
-        return x
-    padding = [0, 0] * (x.dim() - 1 - dim) + [rows, 0]
-    return F.pad(x.narrow(dim, 0, x.shape[dim] - rows), padding)
-
-
-def along_paths(
-    cfg: eagle.HeadConfig, b: int, r: int, past: list[tuple[Tensor, Tensor]]
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The attention of unroll step j = len(past), which it appends itself to: keys and values [B, H, R, D] by step."""
-    j = len(past)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = by_head(q, b, r, cfg), by_head(k, b, r, cfg), by_head(v, b, r, cfg)
-        past.append((k, v))
-        if j == 0:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
-        q = q * cfg.head_dim**-0.5
-        base = torch.ones(r, r, dtype=torch.bool, device=q.device).tril(-j)
-        true = (q @ past[0][0].transpose(2, 3)).masked_fill(~base, -torch.inf)
-        # Step i's row on the path of row p is p - (j - i).
-        path = [tuple(shift(x, j - i, dim=2) for x in past[i]) for i in range(1, j + 1)]
-        own = torch.stack([(q * key).sum(-1) for key, _ in path], dim=-1)
-        weight = torch.cat((true, own), dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
-        mixed = weight[..., :r] @ past[0][1]
-        for i, (_, value) in enumerate(path):
-            mixed = mixed + weight[..., r + i, None] * value
-        return mixed.transpose(1, 2).flatten(0, 1)
-
-    return attend
-
-
 def loss(
     params: eagle.HeadParams,
     cfg: eagle.HeadConfig,
@@ -182,7 +107,7 @@ def loss(
       unknown tokens count as misses).
     """
     losses, hits = [], []
-    for j, out in enumerate(unroll(params, cfg, embed, batch.tokens, batch.taps, len(batch.live))):
+    for j, out in enumerate(rehearsal.outputs(params, cfg, embed, batch.tokens, batch.taps, len(batch.live))):
         logits = eagle.logits(params, cfg, out.flatten(0, 1)[batch.row], head)
         entropy = -(batch.target * logits.log_softmax(-1)).sum(-1)
         weight = (batch.live[j] & batch.known).float()
@@ -198,7 +123,7 @@ def drafted(
     params: eagle.HeadParams, cfg: eagle.HeadConfig, embed: Tensor, head: Tensor | tuple[()], batch: Batch
 ) -> Tensor:
     """[S, B, R] bool: whether the greedy draft of depth j + 1 after base p - j is the sequence's own next token."""
-    outs = unroll(params, cfg, embed, batch.tokens, batch.taps, len(batch.live))
+    outs = rehearsal.outputs(params, cfg, embed, batch.tokens, batch.taps, len(batch.live))
     b, r = outs[0].shape[:2]
     following = F.pad(batch.tokens[:, 2:], (0, 1), value=-1).flatten()[batch.row]
     hit = torch.zeros(len(outs), b * r, dtype=torch.bool, device=following.device)
@@ -206,24 +131,6 @@ def drafted(
         best = params.target_id[eagle.logits(params, cfg, out.flatten(0, 1)[batch.row], head).argmax(-1)]
         hit[j, batch.row] = best == following
     return hit.view(len(outs), b, r)
-
-
-def accepted_length(hit: Tensor, length: Tensor, prompt: Tensor) -> tuple[int, int]:
-    """Replay chain drafting over known sequences: tokens emitted in rounds, and rounds.
-
-    Right for greedy sequences, and for sampled ones under rule `exact`: a round goes from base p to the first draft
-    that is not the sequence's own token, which the target then emits itself.
-    """
-    emitted = rounds = 0
-    for row_hits, n, first in zip(hit.transpose(0, 1).tolist(), length.tolist(), prompt.tolist(), strict=True):
-        pending = first  # the prefill's own token
-        while pending + 1 < n:
-            run = 0
-            while run < len(row_hits) and pending + run + 1 < n and row_hits[run][pending - 1 + run]:
-                run += 1
-            count = min(run + 1, n - 1 - pending)
-            pending, emitted, rounds = pending + count, emitted + count, rounds + 1
-    return emitted, rounds
 
 
 def trainable(params: eagle.HeadParams) -> eagle.HeadParams:

@@ -17,6 +17,7 @@ import numpy as np
 import nanospec_fn as ns
 from bench import prompts as prompt_files
 from nanospec_fn import chat
+from rl import run_files
 
 TEST_SETS = ("mt_bench_question.jsonl", "gsm8k_test.jsonl")
 GSM8K = ("gsm8k_train.jsonl", "openai/gsm8k", "main", "train")
@@ -152,13 +153,9 @@ def run(
 
 def save(path: Path, rollouts: Rollouts, about: dict[str, Any]) -> None:
     """Write a .npz file, whole or not at all; `about` says what it was made from."""
-    part = path.with_name(f".{path.name}.part")
     arrays = {name: getattr(rollouts, name) for name in ("tokens", "end", "prompt", "temperature")}
-    with part.open("wb") as file:
+    with run_files.whole(path) as part, part.open("wb") as file:
         np.savez_compressed(file, about=np.array(json.dumps(about)), **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def load(path: Path, vocab_size: int) -> tuple[Rollouts, dict[str, Any]]:

@@ -7,12 +7,10 @@ a CPU to the same bits).
 
 import argparse
 import functools
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, eagle, struct
-from rl import eagle_data, eagle_head, eagle_loss, optimizer, rollouts
+from nanospec_fn import eagle, rehearsal, struct
+from rl import eagle_data, eagle_head, eagle_loss, optimizer, rollouts, run_files
 from rl.eagle_loss import Batch, Seen
 from rl.optimizer import AdamState, Optimizer
 from rl.rollouts import Rollouts
@@ -70,12 +68,18 @@ def init(
 ) -> TrainState:
     """The state before the first step; tokens [B, T]: some sequences to take the taps' scale from."""
     batch = look_at(target, recipe, target_id, tokens, torch.full_like(tokens[:, 0], tokens.shape[1]), tokens[:, 0] * 0)
-    taps = batch.taps.float().unflatten(-1, (len(recipe.cfg.taps), -1))
-    # The median: the first token's stream is 50 times as long as the others'.
-    scale = taps.square().mean(-1).sqrt().flatten(0, 1).median(0).values.clamp_min(1e-6)
     params = eagle_loss.trainable(eagle_head.init(recipe.cfg, target, target_id, own_head, seed))
-    scale = scale.repeat_interleave(recipe.cfg.target_hidden_size)
+    scale = scale_of(batch.taps, recipe.cfg)
     return TrainState(params=params, adam=optimize.init(params), scale=scale, target_id=target_id)
+
+
+def scale_of(taps: Tensor, cfg: eagle.HeadConfig) -> Tensor:
+    """The length of each tapped stream in taps [B, T, F] -> [F] fp32, the same for all of a tap's channels.
+
+    The median over tokens: the first token's stream is 50 times as long as the others'.
+    """
+    length = taps.float().unflatten(-1, (len(cfg.taps), -1)).square().mean(-1).sqrt().flatten(0, 1)
+    return length.median(0).values.clamp_min(1e-6).repeat_interleave(cfg.target_hidden_size)
 
 
 def look_at(
@@ -108,7 +112,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Held-out figures: loss and accuracy per step, and the mean accepted length of a chain of that depth.
 
-    The replayed length is exact for this data; see `eagle_loss.accepted_length`.
+    The replayed length is exact for this data; see `rehearsal.accepted_length`.
     """
     head = head_of(recipe, train, recipe.dtype)
     embed, rows = target.params.embed, eagle_loss.output_rows(target, train.target_id)
@@ -125,7 +129,7 @@ def evaluate(
         weight = batch.row.numel()
         seen += torch.stack((info["loss"], info["accuracy"])).float().cpu() * weight
         count += weight
-        more = eagle_loss.accepted_length(hit.cpu(), length, prompt)
+        more = rehearsal.accepted_length(hit.cpu(), length, prompt)
         emitted, rounds = emitted + more[0], rounds + more[1]
     loss, accuracy = (seen / max(count, 1)).tolist()
     return {"loss": loss, "accuracy": accuracy, "accepted_length": emitted / rounds if rounds else None}
@@ -145,9 +149,10 @@ def fit(
     optimize = optimizer.adamw(schedule, decay=args.weight_decay, clip=args.clip)
     recipe, train = begin(target, data, members, optimize, args)
     if path.exists():
-        train = eagle_head.load_state(path, train, lambda saved: same_run(saved, about, path))
+        train = run_files.load_state(path, train, lambda saved: run_files.same_run(saved, about, path))
     done = int(train.adam.count)
-    keep_log(log, done)
+    if log.exists():
+        run_files.keep_lines(log, lambda line: line["step"] <= done)
     batch_of = batches_by_step(target, recipe, train.target_id, data, members, args)
     begun, tokens_seen = time.perf_counter(), 0
     for step in tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step", disable=args.quiet):
@@ -168,9 +173,9 @@ def fit(
         if line:
             seconds = time.perf_counter() - begun
             rate = {"seconds": seconds, "tokens_per_second": tokens_seen / seconds}
-            append(log, {"step": step + 1, "epoch": epoch} | line | rate)
+            run_files.append(log, {"step": step + 1, "epoch": epoch} | line | rate)
         if last or (step + 1) % args.save_every == 0:
-            eagle_head.save_state(path, train, about)
+            run_files.save_state(path, train, about)
     head = head_of(recipe, train, torch.float32)
     eagle_head.write_folder(args.out, head, recipe.cfg, target, DTYPES[args.head_dtype])
     return recipe.cfg, head
@@ -225,27 +230,6 @@ def signature(args: argparse.Namespace, data: Rollouts) -> dict[str, Any]:
     """What must be equal between a saved state and the run that resumes it."""
     options = {name: value for name, value in sorted(vars(args).items()) if name not in FREE}
     return options | {"sequences": len(data), "data_tokens": len(data.tokens)}
-
-
-def same_run(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
-    """Refuse to resume a state that belongs to another run."""
-    wanted = json.loads(json.dumps(wanted))
-    for name in sorted({*saved, *wanted}):
-        if saved.get(name) != wanted.get(name):
-            raise ValueError(f"{path}: belongs to a run with {name} {saved.get(name)!r}, not {wanted.get(name)!r}")
-
-
-def append(log: Path, line: dict[str, Any]) -> None:
-    with log.open("a", encoding="utf-8") as file:
-        file.write(arguments.json_line(line) + "\n")
-
-
-def keep_log(log: Path, done: int) -> None:
-    """Drop the lines of steps that will be taken again, and one that was cut off."""
-    if log.exists():
-        whole = [line for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
-        kept = [line for line in whole if json.loads(line)["step"] <= done]
-        eagle_head.write_whole(log, "".join(kept).encode())
 
 
 def make_data(target: ns.Model, args: argparse.Namespace) -> Rollouts:

@@ -103,7 +103,9 @@ def requests(models):
 
 def own_row() -> dict:
     """A row of this engine, from the repository's results."""
-    return json.loads((Path(run.__file__).parent / "results" / "cpu" / "nanospec-chain.jsonl").read_text().splitlines()[0])
+    return json.loads(
+        (Path(run.__file__).parent / "results" / "cpu" / "nanospec-chain.jsonl").read_text().splitlines()[0]
+    )
 
 
 def test_a_hanging_engine_is_ended_with_all_that_it_started(bench, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Donation and capture: the same bytes in the same storage, and no old state read by mistake."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import nanospec_fn as ns
 from nanospec_fn import struct
-from nanospec_fn.capture import donate
+from nanospec_fn.capture import donate, warm_up
 from nanospec_fn.draft_model import Eagle3
 from tests import tiny
 from tests.scripted import CHAIN, TREE, prompt, target
@@ -287,3 +288,76 @@ def test_bytes_equal_is_about_bytes_and_structure():
     assert struct.bytes_equal(torch.tensor([], dtype=torch.bool), torch.tensor([], dtype=torch.bool))
     assert struct.bytes_equal(1, 1)
     assert not struct.bytes_equal(1, True)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_warm_up_leaves_the_state_as_it_was(drafted, shape):
+    """The first run of a step, which compiles and is undone, is one that nobody can tell of afterwards.
+
+    Bugs: a copy of the pools for the warm-up, twice the memory; a part of the state that the warm-up changed and that
+    is not restored; a step that reads in a pool what it did not write first.
+    """
+    model, draft = drafted
+    program = ns.build(model, draft, ns.EngineConfig(3, 40, page_size=4, prefill_chunk=4), shape if draft else None)
+    params = ns.Params(target=model.params, draft=draft.params if draft else ())
+    state = program.init()
+    for slot, length in ((0, 6), (2, 9)):
+        state = program.insert(state, slot, prompt(length, slot), ns.Sampling(max_tokens=30, temperature=slot / 2))
+    rows = torch.tensor([0, 2])
+    calls: list[tuple[Any, ...]] = [(program.prefill,)] * 3 + [(program.speculate,), (program.decode, rows)]
+    for step, *rest in [*calls, (program.speculate, rows)]:
+        arguments = dict(zip(inspect.signature(step).parameters, (params, state, *rest), strict=False))
+        before = copied(struct.lasting(state))
+        pools = addresses((state.pools, state.draft.pools))
+        expected, told = step(params, copied(state), *rest)
+        warm_up(step, arguments, ("state",))
+        assert struct.bytes_equal(struct.lasting(state), before)
+        state, info = donate(step)(params, state, *rest)
+        assert struct.bytes_equal(info, told)
+        assert struct.bytes_equal(struct.lasting(state), struct.lasting(expected))
+        assert addresses((state.pools, state.draft.pools)) == pools
+        for pool, pure in zip(
+            (*state.pools, *state.draft.pools), (*expected.pools, *expected.draft.pools), strict=True
+        ):
+            assert struct.bytes_equal(pool[1:], pure[1:])  # the sink apart
+
+
+def test_what_a_warm_up_copies():
+    """All of a state but its pools; of any other pytree, everything."""
+    program = ns.build(target(), ns.load_draft("frozen", target()), ns.EngineConfig(2, 9), TREE)
+    state = program.init()
+    lasting = {x.data_ptr() for x in struct.lasting((state, [torch.ones(1)])) if x.numel()}
+    pools = {x.data_ptr() for x in (*state.pools, *state.draft.pools)}
+    every = {x.data_ptr() for x in pytree.tree_leaves(state) if x.numel()}
+    assert len(pools) == 4
+    assert every - lasting == pools
+    assert len(lasting) == len(every - pools) + 1
+    outer = Outer(pair(), (torch.ones(2),))
+    assert addresses(struct.lasting(outer)) == addresses(outer)
+
+
+def test_a_warm_up_undoes_a_step_that_reads_what_it_wrote():
+    """A toy step that counts in place: a capture of it must count once a call."""
+
+    def count(params: Any, state: Pair, put: Any = struct.put) -> Pair:
+        return struct.replace(state, a=put(state.a, (torch.tensor([0]),), state.a[:1] + 1))
+
+    state = pair(1)
+    warm_up(count, {"params": (), "state": state}, ("state",))
+    assert state.a.tolist() == [1, 1]
+
+
+def test_other_storage_is_seen_in_the_same_arguments():
+    """Bug: parameters that were met before are not looked at again, and a graph replays the old weights (C17)."""
+
+    def step(params: Pair, state: Pair, put: Any = struct.put) -> Pair:
+        return struct.replace(state, a=state.a + params.a)
+
+    fast, params = ns.capture(step), pair(1)
+    state = fast(params, pair(0.0))
+    known = fast._known["params"]
+    fast(params, state)
+    assert fast._known["params"] is known
+    params.a.data = torch.tensor([5.0, 5.0])
+    assert fast(params, pair(0.0)).a.tolist() == [5, 5]
+    assert fast._known["params"].place[0] == params.a.data_ptr()

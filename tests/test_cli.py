@@ -70,6 +70,7 @@ def refused(capsys, monkeypatch, *argv):
 
 
 BAD = {
+    "--variants": ("", "off", "AUTO"),
     "--max-tokens": ("-1", "0", "1.5", "nan", "inf", "abc", HUGE),
     "--temperature": ("-1", "nan", "inf", "abc", HUGE, "1e-40"),
     "--top-k": ("-1", "1.5", "nan", "inf", "abc", HUGE),
@@ -279,13 +280,14 @@ def test_show_colours_each_token_by_its_origin():
     assert shown == f"a{green}b{end}{blue}\u00e9{end}c{green}d{end}{cyan}\ufffd{end}"
 
 
-def test_show_adds_a_legend_and_leaves_the_text(folder, capsys):
+def test_show_adds_a_legend_and_leaves_the_text(folder, capsys, monkeypatch):
     """Bug: text changed by colouring, or depths counted with the prefill's token among them."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
     argv = ("Hello", "--model", folder, "--max-tokens", "13", "--draft", "frozen", "--spec-depth", "3")
     _, plain, _ = run(capsys, *argv)
     code, out, _ = run(capsys, *argv, "--show")
     assert code == 0
-    text, legend, _ = out.removesuffix("\n").rsplit("\n", 2)
+    text, legend = re.fullmatch(r"(.*)\n([^\n]*tokens:[^\n]*)\n\nrequest 0, round 0.*", out, flags=re.S).groups()
     assert re.sub(r"\033\[\d*m", "", text) == plain.removesuffix("\n").rsplit("\n", 1)[0]
     assert "the target's own 4" in legend  # the prefill's token and three bonus tokens
     for depth in (1, 2, 3):

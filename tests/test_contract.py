@@ -62,6 +62,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "capture": "auto",
         "prefill_chunk": 512,
         "max_context": None,
+        "variants": "fixed",
     },
 }
 STEPS = ("prefill", "decode", "speculate")
@@ -237,6 +238,7 @@ BAD_ENGINE: dict[str, tuple[Any, ...]] = {
     "page_size": (*NOT_INTEGERS, 0, 3, 128, 16.0),
     "attend": (-1, 0, 1.5, "abc", "", None, True, "canonical", "flashinfer"),
     "capture": (-1, 0, 1.5, "abc", "", None, True),
+    "variants": (-1, 0, 1.5, "abc", "", None, True),
     "prefill_chunk": (*NOT_INTEGERS, 0),
     "max_context": (1.5, math.nan, math.inf, "abc", True, 10**30, -1, 0),
 }

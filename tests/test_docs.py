@@ -10,9 +10,16 @@ from pathlib import Path
 import pytest
 
 import bench.acceptance
+import bench.identity
+import bench.roofline
 import bench.run
+import bench.table
+import bench.widen
 import nanospec_fn as ns
 import nanospec_fn.__main__
+import rl.bias
+import rl.grpo_options
+import rl.plot
 import rl.train_options
 from tests import tiny
 from tests.test_architecture import ORDER
@@ -23,6 +30,13 @@ PARSERS = {
     "nanospec_fn": nanospec_fn.__main__.build_parser,
     "bench.run": bench.run.build_parser,
     "bench.acceptance": bench.acceptance.build_parser,
+    "bench.identity": bench.identity.build_parser,
+    "bench.roofline": bench.roofline.build_parser,
+    "bench.table": bench.table.build_parser,
+    "bench.widen": bench.widen.build_parser,
+    "rl.bias": rl.bias.build_parser,
+    "rl.grpo": rl.grpo_options.build_parser,
+    "rl.plot": rl.plot.build_parser,
     "rl.train_eagle": rl.train_options.build_parser,
 }
 SOURCES = sorted(path for name in ("nanospec_fn", "bench", "rl") for path in (ROOT / name).rglob("*.py"))
@@ -55,7 +69,7 @@ def test_commands_parse(page, words):
     if module == "pytest":
         assert all((ROOT / word).exists() for word in arguments if "/" in word)
     if module not in PARSERS:
-        assert module in ("pytest", "tests.gpu.timing")
+        assert module in ("pytest", "tests.gpu.timing", "tests.gpu.tiles", "tests.diag_numerics")
         return
     if "--help" in arguments:
         with pytest.raises(SystemExit) as stopped:

@@ -1,7 +1,6 @@
 """The steps, driven by hand: what a request gives, alone and beside others, and how slots and pages come and go."""
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import nanospec_fn as ns
-from nanospec_fn import engine, filters, pages, sampling, slots, struct
+from nanospec_fn import filters, pages, sampling, slots, struct
 from tests import tiny
 from tests.scripted import CHAIN, TREE, Scripted, assert_empty, greedy, prompt, target
 
@@ -278,27 +277,6 @@ def test_captured_or_not_is_the_same(capture):
     out = ns.generate(target(), starts, ns.Sampling(max_tokens=7), engine=engine)
     assert [o.tokens for o in out] == [list(greedy(tuple(s), 7)) for s in starts]
     assert_empty(engine)
-
-
-def test_a_step_comes_to_the_host_bit_by_bit():
-    """Bug: columns shifted in the one copy; a log-prob read as an integer, or rounded on the way."""
-    b, w = 3, 4
-    logp = torch.tensor([[-0.0, -math.inf, -1e-45, -1 / 3]] * b)
-    info = ns.Info(
-        tokens=torch.arange(b * w, dtype=torch.int32).view(b, w) - 1,
-        target_logp=logp,
-        behaviour_logp=logp.flip(1),
-        count=torch.tensor([1, 0, 4], dtype=torch.int32),
-        accepted=torch.tensor([0, 0, 3], dtype=torch.int32),
-        done=torch.tensor([2, 0, 1], dtype=torch.int32),
-        ok=torch.tensor([True, False, True]),
-        left=torch.tensor([7, 8, 9], dtype=torch.int32),
-        tree=(),
-        evidence=(),
-    )
-    read = engine._to_host(info)
-    for name in ("tokens", "target_logp", "behaviour_logp", "count", "accepted", "done", "ok", "left"):
-        assert str(read[name]) == str((getattr(info, name) + 0 if name == "ok" else getattr(info, name)).tolist())
 
 
 def test_two_programs_do_not_know_of_each_other(program):

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 import nanospec_fn as ns
-from nanospec_fn import eagle, model, weights
+from nanospec_fn import eagle, model, rehearsal, weights
 from nanospec_fn.struct import bytes_equal, replace
 from rl import eagle_data, eagle_head, eagle_loss, optimizer, rollouts, train_eagle
 from rl.rollouts import Rollouts
@@ -81,7 +81,7 @@ def test_unroll_is_what_the_oracle_drafts_at_every_position_and_depth(target):
     cfg, params, state = random_head(target)
     tokens = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(5))
     taps = eagle_loss.observe(target, TAPS, tokens).taps
-    outs = eagle_loss.unroll(params, cfg, target.params.embed, tokens, taps, 4)
+    outs = rehearsal.outputs(params, cfg, target.params.embed, tokens, taps, 4)
     oracle = Oracle(state, target.params.embed, None, cfg.num_heads, cfg.num_kv_heads, theta=cfg.rope.theta)
     hf = tiny.llama(RAW)(tokens, output_hidden_states=True).hidden_states
     checked = 0
@@ -124,7 +124,7 @@ def test_replay_counts_rounds_as_the_engine_does():
     hit[0, 0, 1] = hit[1, 0, 2] = True
     # Pending 2: a miss (1 token); pending 3: a hit, then a miss (2 tokens).
     hit[0, 1, 2] = True
-    emitted, rounds = eagle_loss.accepted_length(hit, torch.tensor([6, 6]), torch.tensor([2, 2]))
+    emitted, rounds = rehearsal.accepted_length(hit, torch.tensor([6, 6]), torch.tensor([2, 2]))
     assert (emitted, rounds) == (3 + 3, 1 + 2)
 
 
@@ -199,7 +199,7 @@ def test_replayed_acceptance_is_the_engines(target, data, tmp_path):
     seen = eagle_loss.observe(target, TAPS, tokens)
     batch = eagle_loss.prepare(target, draft.params.target_id, tokens, seen, row, live)
     hit = eagle_loss.drafted(draft.params, draft.method.cfg, target.params.embed, (), batch)
-    emitted, rounds = eagle_loss.accepted_length(hit, length, prompt)
+    emitted, rounds = rehearsal.accepted_length(hit, length, prompt)
     assert emitted == sum(len(o.tokens) - 1 for o in out)
     assert rounds == sum(len(o.accepted) for o in out)
     assert sum(sum(o.accepted) for o in out) > 0

@@ -26,16 +26,35 @@ def integers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> 
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+TILES = (
+    gemm.Tile(16, 16, 16, 1, 1),
+    gemm.Tile(32, 16, 32, 1, 1),
+    gemm.Tile(128, 16, 16, 1, 1),
+    gemm.Tile(128, 16, 16, 1, 1, "tma"),
+    gemm.Tile(16, 16, 16, 1, 1, "tma", 2),  # fewer programs than tiles
+)
+
+
 @pytest.mark.parametrize("n", [1, 5, 17, 33])
 @pytest.mark.parametrize("inner, outer", [(32, 48), (40, 33)])
 def test_linear_both_kernels_equal_the_exact_product(n, inner, outer):
     """Bugs: a tail of n, N or K that is dropped or read past; the residual added to the wrong element."""
     x, w, residual = integers(n, inner), integers(outer, inner, seed=1), integers(n, outer, seed=2)
     exact = (x.double() @ w.double().t()).to(x.dtype)
-    for tile in (gemm.Tile(16, 16, 16, 1, 1), gemm.Tile(32, 16, 32, 1, 1), gemm.Tile(128, 16, 16, 1, 1)):
+    for tile in TILES:
         assert torch.equal(gemm.linear(x, w, tile=tile), exact), tile
         assert torch.equal(gemm.linear(x, w, residual, tile=tile), exact + residual), tile
     assert torch.equal(gemm.linear(x, w, dtype=torch.float32, tile=tile), exact.float())
+
+
+@pytest.mark.parametrize("n", [1, 19])
+@pytest.mark.parametrize("inner, outer", [(32, 24), (40, 21)])
+def test_linear_gated_pairs_gate_and_up(n, inner, outer):
+    """Bugs: gate paired with another column's up; a tail of columns that reads the other half."""
+    x, w = integers(n, inner) / 4, integers(2 * outer, inner, seed=1) / 8
+    want = rows.silu_mul((x.double() @ w.double().t()).to(x.dtype))
+    for tile in TILES:
+        assert torch.equal(gemm.linear(x, w, tile=tile, gated=True), want), tile
 
 
 def test_linear_many_row_tiles_cover_every_row():
@@ -183,7 +202,8 @@ def test_tree_kernels_agree_with_one_slots_logic(k, levels):
         logp = -torch.randint(1, 4, token.shape, generator=generator).float()  # many ties
         absent = torch.rand(token.shape, generator=generator) < 0.3
         token, logp = torch.where(absent, -1, token), torch.where(absent, -torch.inf, logp)
-        got = trees.Tree(*tree.expand([got.token, got.parent, got.depth, got.logp, got.score], level, token, logp))
+        old = [got.token, got.parent, got.depth, got.logp, got.score]
+        got = trees.Tree(*tree.expand(old, level, token, logp)[0])
         want = trees.expand_all(want, level, token, logp)
         assert struct.bytes_equal(got, want), level
     for first, count in ((0, k * levels), (k * (levels - 1), k)):
@@ -192,12 +212,17 @@ def test_tree_kernels_agree_with_one_slots_logic(k, levels):
         )
 
 
-def test_move_reads_every_row_before_it_writes_one():
-    """Bug: a row that is both source and destination overwritten first; a negative pair written somewhere."""
-    pool = torch.randn(9, 2, 4, 2, 16, generator=torch.Generator().manual_seed(0))
-    table = torch.tensor([[3, 7, 1, 0], [2, 8, 5, 6]], dtype=torch.int32)
-    source = torch.tensor([[5, 7, 6], [9, -1, 14]], dtype=torch.int32)
-    dest = torch.tensor([[4, 5, 7], [8, 9, -1]], dtype=torch.int32)
-    want = pages.move(pool, table, source, dest, 4, struct.put)
-    attend.move_kv(pool, table, source, dest)
-    assert torch.equal(pool[1:], want[1:])
+def test_commit_reads_every_row_before_it_writes_one():
+    """Bug: a row that is both source and destination overwritten first; a slot that sits out moved; a layer missed."""
+    generator = torch.Generator().manual_seed(0)
+    pools = torch.randn(3, 9, 2, 4, 2, 16, generator=generator).unbind(0)
+    apart = tuple(x.clone() for x in pools)
+    table = torch.tensor([[3, 7, 1, 0], [2, 8, 5, 6], [4, 0, 0, 0]], dtype=torch.int32)
+    length = torch.tensor([3, 7, 1], dtype=torch.int32)
+    path = torch.tensor([[1, 3, 2], [1, -1, -1], [1, 0, -1]], dtype=torch.int32)
+    live = torch.tensor([True, True, False])
+    want = pages.commit(pools, table, length, path, live, 4, struct.put)
+    for given in (pools, apart):
+        attend.commit_kv(given, table, length, path, live)
+        for got, right in zip(given, want, strict=True):
+            assert torch.equal(got[1:], right[1:])

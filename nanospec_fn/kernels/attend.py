@@ -11,6 +11,9 @@ Shapes: B slots, R rows of a slot, n = B * R, H query heads, K KV heads, G = H /
 M page-table width, NB blocks that a table can hold.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -49,6 +52,63 @@ def store_kv(pool: Tensor, k: Tensor, v: Tensor, store: Tensor, position: Tensor
 
 
 @triton.jit
+def _turn_and_store(
+    qkv, cos, sin, q, arrived, pool, store, position, table, pool_page, pool_half,
+    R, M, S, H, K, HALF, ZEROS, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """Programs: (rows, blocks of heads). Heads of qkv are the row's queries, keys and values, in this order."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.arange(0, WIDTH)
+    mask = (head[:, None] < H + 2 * K) & (i[None, :] < HALF)
+    at = qkv + (row * (H + 2 * K) + head[:, None]) * 2 * HALF + i[None, :]
+    a, b = tl.load(at, mask=mask).to(tl.float32), tl.load(at + HALF, mask=mask).to(tl.float32)
+    c = tl.load(cos + row * HALF + i, mask=i < HALF)[None, :]
+    s = tl.load(sin + row * HALF + i, mask=i < HALF)[None, :]
+    turns = head[:, None] < H + K
+    low, high = tl.where(turns, a * c - b * s, a), tl.where(turns, b * c + a * s, b)
+    low, high = low.to(q.dtype.element_ty), high.to(q.dtype.element_ty)
+    to = q + (row * H + head[:, None]) * 2 * HALF + i[None, :]
+    queries = mask & (head[:, None] < H)
+    tl.store(to, low, mask=queries)
+    tl.store(to + HALF, high, mask=queries)
+    if tl.load(position + row) >= 0:
+        place = tl.load(store + row)
+        page = tl.load(table + row // R * M + place // S).to(tl.int64)
+        beyond = head - H  # of keys, then values
+        of = page * pool_page + beyond // K * pool_half + (place % S * K + beyond % K) * 2 * HALF
+        kv = mask & (head[:, None] >= H)
+        tl.store(pool + of[:, None] + i[None, :], low, mask=kv)
+        tl.store(pool + of[:, None] + i[None, :] + HALF, high, mask=kv)
+    if tl.program_id(1) == 0:
+        lane = tl.arange(0, ZERO)
+        tl.store(arrived + row * ZEROS + lane, lane * 0, mask=lane < ZEROS)
+
+
+def turn_and_store(
+    qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, store: Tensor, position: Tensor, page_table: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`rows.rope` of queries and keys, and `store_kv`, in one launch and with their bits.
+
+    Args: qkv: [n, H + 2K, D] dense; cos, sin: [n, D/2] fp32; the others as for `store_kv`.
+    Returns: q [n, H, D], and zeros [n, K] int32 for `attend`'s `arrived`.
+    """
+    n, heads, d = qkv.shape
+    kv_heads = pool.shape[3]
+    qkv, store, position, page_table = (x.contiguous() for x in (qkv, store, position, page_table))
+    q = torch.empty(n, heads - 2 * kv_heads, d, dtype=qkv.dtype, device=qkv.device)
+    arrived = torch.empty(n, kv_heads, dtype=torch.int32, device=qkv.device)
+    if n:
+        block = min(8, triton.next_power_of_2(heads))
+        _turn_and_store[(n, triton.cdiv(heads, block))](
+            qkv, cos, sin, q, arrived, pool, store, position, page_table, pool.stride(0), pool.stride(1),
+            store.shape[1], page_table.shape[1], pool.shape[2], q.shape[1], kv_heads, d // 2, kv_heads,
+            WIDTH=triton.next_power_of_2(d // 2), BLOCK=block, ZERO=triton.next_power_of_2(kv_heads),
+            num_warps=2, enable_fp_fusion=False,
+        )  # fmt: skip
+    return q, arrived
+
+
+@triton.jit
 def _share(q, k, v, visible, scale):
     """One block's share, top, mass [rows], mix [rows, D], of q [rows, D], k, v [BLOCK, D], visible [rows, BLOCK]."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -81,14 +141,15 @@ def _finish(mass, mix):
 
 @triton.jit
 def _attend(
-    q, pool, out, tops, masses, mixes, position, base, path, table,
+    q, pool, out, tops, masses, mixes, arrived, position, base, path, table,
     scale, q_row, pool_page, pool_half, pool_slot, R, M, S, J, NB, K, D,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Programs: (row tiles, B * K, splits). A tile is ROWS of a slot's R * G query rows, or one row's G for OWN.
 
-    PART: ALL, SHARED or OWN. SPLIT: store every block's share by itself, for `_merge`.
+    PART: ALL, SHARED or OWN. SPLIT: store every block's share by itself; the last program of a tile to come here folds
+    them all, in order.
     """
     slot, head = tl.program_id(1) // K, tl.program_id(1) % K
     lane = tl.arange(0, ROWS)
@@ -106,9 +167,6 @@ def _attend(
         stop = min(stop, tl.load(base + slot) // BLOCK)
     if PART == 2:
         start = tl.load(base + slot) // BLOCK
-    if SPLIT:  # noqa: SIM102 - a constant, and what is known on the device alone
-        if start + tl.program_id(2) >= stop:
-            return
 
     d = tl.arange(0, WIDTH)
     query = ((slot * R + row) * K + head).to(tl.int64) * G + group  # of [n * H]
@@ -156,24 +214,20 @@ def _attend(
             tl.store(mixes + to, mix, mask=mask)
         else:
             tl.store(out + to, _finish(mass, mix).to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _merge(tops, masses, mixes, out, position, NB, H, D, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Fold the stored shares of one row and head, in order."""
-    query = tl.program_id(0).to(tl.int64)
-    stop = (tl.load(position + query // H) + BLOCK) // BLOCK
-    d = tl.arange(0, WIDTH)
-    one = tl.arange(0, 1)
-    top = tl.full((1,), -float("inf"), tl.float32)
-    mass = tl.zeros((1,), tl.float32)
-    mix = tl.zeros((1, WIDTH), tl.float32)
-    for block in range(stop):
-        at = query * NB + block + one
-        mix_b = tl.load(mixes + at[:, None] * D + d[None, :], mask=d[None, :] < D, other=0)
-        top, mass, mix = _fold(top, mass, mix, tl.load(tops + at), tl.load(masses + at), mix_b)
-    to = out + query * D + d[None, :]
-    tl.store(to, _finish(mass, mix).to(out.dtype.element_ty), mask=d[None, :] < D)
+    elif PART != 1:
+        tl.debug_barrier()  # this program's shares are stored; the atomic publishes them and brings in the others'
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == tl.num_programs(2) - 1:
+            for block in range(stop):
+                share = query * NB + block
+                both = live[:, None] & (d[None, :] < D)
+                # Through L2: another program on this processor may have left an older line in L1.
+                top_b = tl.load(tops + share, mask=live, other=-float("inf"), cache_modifier=".cg")
+                mass_b = tl.load(masses + share, mask=live, other=0, cache_modifier=".cg")
+                mix_b = tl.load(mixes + share[:, None] * D + d[None, :], mask=both, other=0, cache_modifier=".cg")
+                top, mass, mix = _fold(top, mass, mix, top_b, mass_b, mix_b)
+            to = query[:, None] * D + d[None, :]
+            tl.store(out + to, _finish(mass, mix).to(out.dtype.element_ty), mask=live[:, None] & (d[None, :] < D))
 
 
 def attend(
@@ -185,6 +239,7 @@ def attend(
     path: Tensor | tuple[()] = (),
     split: bool | None = None,
     rows: int | None = None,
+    arrived: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of every row over the positions up to its own, scaled by D ** -0.5.
 
@@ -195,6 +250,7 @@ def attend(
       page_table: [B, M] int32.
       base, path: of `attention.Rows`, for a tree; path () where storage is position.
       split, rows: how the work is cut, of no consequence for the bits; None: by size.
+      arrived: zeros [n, K] int32, used up; None: they are made here.
     Returns: [n, H, D].
     """
     b, r = position.shape
@@ -223,10 +279,15 @@ def attend(
     else:
         tops = masses = mixes = out
     own_rows = max(16, triton.next_power_of_2(groups))
+    counters = b * kv_heads * (r if tree else tiles)
+    if not split:
+        arrived = position  # a pointer that is not used
+    elif arrived is None or arrived.numel() < counters:
+        arrived = torch.zeros(counters, dtype=torch.int32, device=q.device)
 
     def run(part: int, tiles: int, rows: int, splits: int) -> None:
         _attend[(tiles, b * kv_heads, splits if split else 1)](
-            q, pool, out, tops, masses, mixes, position, first,
+            q, pool, out, tops, masses, mixes, arrived, position, first,
             ancestors, page_table, d**-0.5, q.stride(0), pool.stride(0), pool.stride(1), pool.stride(2),
             r, page_table.shape[1], size, ancestors.shape[-1], per_query, kv_heads, d,
             G=groups, ROWS=rows, WIDTH=width, BLOCK=BLOCK, PART=part, SPLIT=split,
@@ -239,38 +300,55 @@ def attend(
         run(OWN, r, own_rows, triton.cdiv(BLOCK - 1 + ancestors.shape[-1], BLOCK))
     else:
         run(ALL, tiles, rows, most)
-    if split:
-        _merge[(n * heads,)](
-            tops, masses, mixes, out, position, per_query, heads, d, WIDTH=width, BLOCK=BLOCK,
-            num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
     return out
 
 
 @triton.jit
-def _move_kv(pool, table, source, dest, pool_page, pool_half, W, M, S, KD, WIDTH: tl.constexpr, COLS: tl.constexpr):
-    """Programs: (columns, halves, B). All rows of a column block are read before the first is written."""
-    slot = tl.program_id(2)
-    lane = tl.arange(0, WIDTH)
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    old = tl.load(source + slot * W + lane, mask=lane < W, other=-1)
-    new = tl.load(dest + slot * W + lane, mask=lane < W, other=-1)
-    mask = (old >= 0) & (new >= 0)
+def _commit_kv(
+    pool,
+    table,
+    length,
+    path,
+    live,
+    layer,
+    pool_page,
+    pool_half,
+    B,
+    D,
+    M,
+    S,
+    KD,
+    WIDTH: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Programs: (layers * B, halves, columns). All rows of a column block are read before the first is written."""
+    slot, lane = tl.program_id(0) % B, tl.arange(0, WIDTH)
+    col = tl.program_id(2) * COLS + tl.arange(0, COLS)
+    node = tl.load(path + slot * D + lane, mask=lane < D, other=-1)
+    node = tl.where(tl.load(live + slot) != 0, node, -1)
+    mask = node >= 0
+    first = tl.load(length + slot) + 1
+    old, new = first + tl.maximum(node, 0), first + lane
     from_page = tl.load(table + slot * M + old // S, mask=mask, other=0).to(tl.int64)
     to_page = tl.load(table + slot * M + new // S, mask=mask, other=0).to(tl.int64)
     both = mask[:, None] & (col[None, :] < KD)
-    half = pool + tl.program_id(1).to(tl.int64) * pool_half
+    half = pool + (tl.program_id(0) // B).to(tl.int64) * layer + tl.program_id(1).to(tl.int64) * pool_half
     x = tl.load(half + (from_page * pool_page + old % S * KD)[:, None] + col[None, :], mask=both)
     tl.debug_barrier()
     tl.store(half + (to_page * pool_page + new % S * KD)[:, None] + col[None, :], x, mask=both)
 
 
-def move_kv(pool: Tensor, page_table: Tensor, source: Tensor, dest: Tensor) -> None:
-    """Copy rows inside each slot, in place: storage positions source [B, W] -> dest [B, W]; negatives do nothing."""
-    b, w = source.shape
-    kd = pool.shape[3] * pool.shape[4]
-    if b and w:
-        _move_kv[(triton.cdiv(kd, 256), 2, b)](
-            pool, page_table.contiguous(), source.contiguous(), dest.contiguous(), pool.stride(0), pool.stride(1),
-            w, page_table.shape[1], pool.shape[2], kd, WIDTH=triton.next_power_of_2(w), COLS=256, num_warps=4,
-        )  # fmt: skip
+def commit_kv(pools: Sequence[Tensor], page_table: Tensor, length: Tensor, path: Tensor, live: Tensor) -> None:
+    """See `pages.commit`, in place. Pools at equal distances, as `pages.init_pools` makes them, take one launch."""
+    b, depth = path.shape
+    _, _, size, kv_heads, d = pools[0].shape
+    places = [pool.data_ptr() // pool.element_size() for pool in pools]
+    gaps = {after - before for before, after in itertools.pairwise(places)}
+    groups = [(pools[0], len(pools), gaps.pop() if gaps else 0)] if len(gaps) <= 1 else [(x, 1, 0) for x in pools]
+    if b and depth:
+        for pool, layers, gap in groups:
+            _commit_kv[(layers * b, 2, triton.cdiv(kv_heads * d, 256))](
+                pool, page_table.contiguous(), length, path.contiguous(), live, gap, pool.stride(0), pool.stride(1),
+                b, depth, page_table.shape[1], size, kv_heads * d,
+                WIDTH=triton.next_power_of_2(depth), COLS=256, num_warps=4,
+            )  # fmt: skip

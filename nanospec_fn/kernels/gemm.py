@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Tile(NamedTuple):
@@ -23,13 +24,33 @@ class Tile(NamedTuple):
     depth: int
     warps: int
     stages: int
+    copies: str = "threads"  # who brings operands in: "threads", or "tma", the copy engine, for tiles of over 64 rows
+    programs: int = 0  # that take tiles one after another; 0: one for each tile
 
 
 @triton.jit
-def _store(out, residual, acc, at, mask, ADD: tl.constexpr):
-    y = acc.to(out.dtype.element_ty)
+def _column(tile, N, COLS: tl.constexpr, PAIR: tl.constexpr):
+    """The rows of w that a tile of the result needs; with PAIR gate and up in turn, each of N."""
+    lane = tl.arange(0, COLS)
+    if PAIR:
+        return (tile * (COLS // 2) + lane // 2) % N + lane % 2 * N
+    return (tile * COLS + lane) % N
+
+
+@triton.jit
+def _store(out, residual, acc, row, n, col, N, ADD: tl.constexpr, PAIR: tl.constexpr):
+    """acc [rows, cols], or with PAIR [rows, cols, 2] of gate and up, -> out."""
+    dtype = out.dtype.element_ty
+    if PAIR:  # rounded where an unfused `rows.silu_mul` would
+        gate, up = tl.split(acc)
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        y = ((gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32) * up).to(dtype)
+    else:
+        y = acc.to(dtype)
+    at = row[:, None] * N + col[None, :]
+    mask = (row[:, None] < n) & (col[None, :] < N)
     if ADD:  # rounded before it is added, as an unfused sum would be
-        y = (y.to(tl.float32) + tl.load(residual + at, mask=mask, other=0).to(tl.float32)).to(y.dtype)
+        y = (y.to(tl.float32) + tl.load(residual + at, mask=mask, other=0).to(tl.float32)).to(dtype)
     tl.store(out + at, y, mask=mask)
 
 
@@ -37,13 +58,14 @@ def _store(out, residual, acc, at, mask, ADD: tl.constexpr):
 def _few_rows(
     x, w, out, residual, n, N, K,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr,
+    PAIR: tl.constexpr,
 ):  # fmt: skip
     """out^T = w @ x^T: the weights are the wide operand, so that few rows waste little of an instruction."""
     row_tiles = tl.cdiv(n, ROWS)  # neighbours share a tile of the weights
-    col = tl.program_id(0) // row_tiles * COLS + tl.arange(0, COLS)
+    col_tile = tl.program_id(0) // row_tiles
     row = (tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     k = tl.arange(0, DEPTH)
-    w_at = w + (col % N).to(tl.int64)[:, None] * K + k[None, :]
+    w_at = w + _column(col_tile, N, COLS, PAIR).to(tl.int64)[:, None] * K + k[None, :]
     x_at = x + row[None, :] * K + k[:, None]
     here = row[None, :] < n  # masked and not wrapped: a lone row read 16 times by every program is a hot spot
     acc = tl.zeros((COLS, ROWS), dtype=tl.float32)
@@ -56,25 +78,47 @@ def _few_rows(
         acc = tl.dot(a, b, acc, input_precision="ieee")
         w_at += DEPTH
         x_at += DEPTH
-    at = row[None, :] * N + col[:, None]
-    _store(out, residual, acc, at, (row[None, :] < n) & (col[:, None] < N), ADD)
+    if PAIR:
+        pairs = tl.permute(tl.reshape(acc, (COLS // 2, 2, ROWS)), (2, 0, 1))
+        _store(out, residual, pairs, row, n, col_tile * (COLS // 2) + tl.arange(0, COLS // 2), N, ADD, PAIR)
+    else:
+        _store(out, residual, tl.trans(acc), row, n, col_tile * COLS + tl.arange(0, COLS), N, ADD, PAIR)
+
+
+@triton.jit
+def _place(tile, row_tiles, col_tiles):
+    """Row and column tile of a place in the order of work: groups of 8 row tiles, for both operands to stay in L2."""
+    group = tile // (8 * col_tiles)
+    size = min(row_tiles - group * 8, 8)
+    within = tile % (8 * col_tiles)
+    return group * 8 + within % size, within // size
+
+
+@triton.jit
+def _store_wide(
+    out, residual, acc, row_tile, col_tile, n, N,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ADD: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    if PAIR:
+        pairs = tl.reshape(acc, (ROWS, COLS // 2, 2))
+        _store(out, residual, pairs, row, n, col_tile * (COLS // 2) + tl.arange(0, COLS // 2), N, ADD, PAIR)
+    else:
+        _store(out, residual, acc, row, n, col_tile * COLS + tl.arange(0, COLS), N, ADD, PAIR)
 
 
 @triton.jit(do_not_specialize=["n"])
 def _many_rows(
     x, w, out, residual, n, N, K,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr,
+    PAIR: tl.constexpr,
 ):  # fmt: skip
-    """out = x @ w^T in square-ish tiles; programs run in groups of 8 row tiles, so that both operands stay in L2."""
-    row_tiles, col_tiles = tl.cdiv(n, ROWS), tl.cdiv(N, COLS)
-    group = tl.program_id(0) // (8 * col_tiles)
-    size = min(row_tiles - group * 8, 8)
-    within = tl.program_id(0) % (8 * col_tiles)
-    row = ((group * 8 + within % size) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    col = within // size * COLS + tl.arange(0, COLS)
+    """out = x @ w^T in square-ish tiles."""
+    row_tile, col_tile = _place(tl.program_id(0), tl.cdiv(n, ROWS), tl.cdiv(N, COLS // 2 if PAIR else COLS))
+    row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     k = tl.arange(0, DEPTH)
     x_at = x + (row % n)[:, None] * K + k[None, :]
-    w_at = w + (col % N).to(tl.int64)[None, :] * K + k[:, None]
+    w_at = w + _column(col_tile, N, COLS, PAIR).to(tl.int64)[None, :] * K + k[:, None]
     acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for start in range(0, K, DEPTH):
         if EVEN:
@@ -85,8 +129,33 @@ def _many_rows(
         acc = tl.dot(a, b, acc, input_precision="ieee")
         x_at += DEPTH
         w_at += DEPTH
-    at = row[:, None] * N + col[None, :]
-    _store(out, residual, acc, at, (row[:, None] < n) & (col[None, :] < N), ADD)
+    _store_wide(out, residual, acc, row_tile, col_tile, n, N, ROWS, COLS, ADD, PAIR)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _many_rows_copied(
+    x, w, out, residual, n, N, K,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, ADD: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    """`_many_rows` with both operands behind descriptors, for the copy engine; programs take tiles one after another.
+
+    x: descriptor of [n, K], tiles [ROWS, DEPTH]; w: of [N, K], tiles [COLS, DEPTH], or with PAIR of [2, N, K], tiles
+    [2, COLS / 2, DEPTH]. What is past an edge reads as zero, which adds nothing.
+    """
+    row_tiles, col_tiles = tl.cdiv(n, ROWS), tl.cdiv(N, COLS // 2 if PAIR else COLS)
+    for tile in range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)):
+        row_tile, col_tile = _place(tile, row_tiles, col_tiles)
+        acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+        for start in range(0, K, DEPTH):
+            a = x.load([row_tile * ROWS, start])
+            if PAIR:
+                b = tl.reshape(w.load([0, col_tile * (COLS // 2), start]), (COLS, DEPTH))
+            else:
+                b = w.load([col_tile * COLS, start])
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        if PAIR:
+            acc = tl.reshape(tl.permute(tl.reshape(acc, (ROWS, 2, COLS // 2)), (0, 2, 1)), (ROWS, COLS))
+        _store_wide(out, residual, acc, row_tile, col_tile, n, N, ROWS, COLS, ADD, PAIR)
 
 
 def pick_tile(n: int, outer: int) -> Tile:
@@ -95,10 +164,14 @@ def pick_tile(n: int, outer: int) -> Tile:
     Source: swept on an H200 over the shapes of Llama-3.1-8B (docs/performance.md).
     """
     narrow, many = outer <= 4096, outer >= 16384
-    if n > 256:
+    if n > 1024:
         return Tile(128, 256, 64, 8, 3)
-    if n > 64:
-        return Tile(64, 128, 64, 4, 5) if narrow else Tile(128, 128, 64, 4, 4)
+    if n > 64:  # the copy engine, and one program an SM that stays
+        if many:
+            return Tile(128, 256, 64, 8, 4 if n <= 256 else 3, "tma", 132)
+        if n <= 128 or (n <= 256 and narrow):
+            return Tile(64, 128, 64, 4, 5, "tma", 132)
+        return Tile(128, 128, 64, 4, 4, "tma", 132) if n <= 512 else Tile(128, 256, 64, 8, 4, "tma", 132)
     if n > 32 and many:
         return Tile(64, 128, 64, 8, 5)
     rows = 16 if n <= 16 else 32 if n <= 32 or narrow else 64
@@ -106,26 +179,38 @@ def pick_tile(n: int, outer: int) -> Tile:
 
 
 def linear(
-    x: Tensor, w: Tensor, residual: Tensor | None = None, dtype: torch.dtype | None = None, tile: Tile | None = None
+    x: Tensor,
+    w: Tensor,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """x [n, K] @ w [N, K]^T (+ residual [n, N], added after the product is rounded) -> [n, N] in `dtype`, or x's.
 
     A tile of 64 rows or fewer runs with the weights as the wide operand.
+
+    Args: gated: `rows.silu_mul` of the product, with its bits: w [2N, K] gives [n, N].
     """
     n, inner = x.shape
-    outer = w.shape[0]
+    outer = w.shape[0] // 2 if gated else w.shape[0]
     x, w = x.contiguous(), w.contiguous()
     out = torch.empty(n, outer, dtype=dtype or x.dtype, device=x.device)
     if not n:
         return out
-    tile = tile or pick_tile(n, outer)
+    tile = tile or pick_tile(n, w.shape[0])
     if x.dtype == torch.float32:  # twice the bytes, and no tensor core: small tiles
         tile = Tile(16, 32, 32, 4, 2) if n <= 64 else Tile(64, 64, 32, 4, 2)
+    tiles = triton.cdiv(n, tile.rows) * triton.cdiv(outer, tile.cols // 2 if gated else tile.cols)
+    result = (out, out if residual is None else residual.contiguous(), n, outer, inner)
+    launch = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    shape = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "ADD": residual is not None, "PAIR": gated}
+    if tile.copies == "tma" and inner * x.element_size() % 16 == 0:
+        x_tiles = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+        w_shape = [2, tile.cols // 2, tile.depth] if gated else [tile.cols, tile.depth]
+        w_tiles = TensorDescriptor.from_tensor(w.view(2, outer, inner) if gated else w, w_shape)
+        _many_rows_copied[(min(tiles, tile.programs or tiles),)](x_tiles, w_tiles, *result, **shape, **launch)
+        return out
     kernel = _few_rows if tile.rows <= 64 and x.dtype != torch.float32 else _many_rows
-    grid = (triton.cdiv(n, tile.rows) * triton.cdiv(outer, tile.cols),)
-    kernel[grid](
-        x, w, out, out if residual is None else residual.contiguous(), n, outer, inner,
-        ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, EVEN=inner % tile.depth == 0, ADD=residual is not None,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
-    )  # fmt: skip
+    kernel[(tiles,)](x, w, *result, EVEN=inner % tile.depth == 0, **shape, **launch)
     return out

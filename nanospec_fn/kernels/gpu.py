@@ -62,6 +62,13 @@ def linear(x: Tensor, w: Tensor, residual: Tensor | None, dtype: torch.dtype | N
     return y if residual is None else residual + y
 
 
+def linear_silu_mul(x: Tensor, w: Tensor) -> Tensor:
+    """See `kernels.linear_silu_mul`. Fused where nothing is differentiated."""
+    if not torch.is_grad_enabled():
+        return gemm.linear(x, w, gated=True)
+    return silu_mul(_Linear.apply(x, w, None))
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     def reference(x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
@@ -89,10 +96,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def log_sum_exp(x: Tensor) -> Tensor:
     return _run(vocab.log_sum_exp, partial(torch.logsumexp, dim=-1), x)
-
-
-def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    return vocab.top(x, k)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, b: int) -> Tensor:

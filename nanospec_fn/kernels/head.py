@@ -30,8 +30,7 @@ class Request(NamedTuple):
     top_p: Tensor
     key: Tensor
     position: Tensor
-    ranked: Tensor  # bool: the ranks of candidates are wanted
-    residual: Tensor  # bool: the draw outside a row's candidates is wanted
+    rule: Tensor  # `relaxed` wants the ranks of candidates, `power` the draw outside a row's candidates
 
 
 class Outcome(NamedTuple):
@@ -67,9 +66,10 @@ def _position_of(position, depth, slot, node, N):
 
 @triton.jit
 def _draws(
-    x, peaks, cuts, tied_tos, temperatures, keys, position, residual, token, parent, depth,
+    x, peaks, cuts, tied_tos, temperatures, keys, position, rule, token, parent, depth,
     masses, best, best_id, rest_masses, rest_best, rest_id, R, N, V, SEGMENTS,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, TARGET: tl.constexpr, RESIDUAL: tl.constexpr,
+    POWER: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """A segment's sum and noisy maximum and, where wanted, those outside the row's candidates."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -85,7 +85,7 @@ def _draws(
         top, where = best_in(z + gumbel(draw_key(key, here, TARGET), i), i, 2147483647)
         tl.store(best + at, top)
         tl.store(best_id + at, where)
-    if tl.load(residual + slot):
+    if (tl.load(rule + slot) == POWER) | FULL:
         for j in range(N):
             node = slot * N + j
             if (tl.load(depth + node) > 0) & (tl.load(parent + node) + 1 == row % R):
@@ -104,8 +104,9 @@ def _logp_of(x, row, token, peak, temperature, cut, tied_to, total, V):
 
 @triton.jit
 def _choose(
-    x, peaks, arg, cuts, tied_tos, temperatures, residual, masses, best, best_id, rest_masses, rest_best, rest_id,
+    x, peaks, arg, cuts, tied_tos, temperatures, rule, masses, best, best_id, rest_masses, rest_best, rest_id,
     log_total, target, target_logp, rest, rest_logp, rest_mass, R, V, SEGMENTS, PARTS: tl.constexpr,
+    POWER: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Put a row's segments together."""
     row = tl.program_id(0).to(tl.int64)
@@ -121,7 +122,7 @@ def _choose(
     logp = _logp_of(x, row, token, peak, temperature, cut, tied_to, total, V)
     tl.store(target + row, token)
     tl.store(target_logp + row, logp)
-    if tl.load(residual + row // R):
+    if (tl.load(rule + row // R) == POWER) | FULL:
         mass = sum_of(rest_masses, row, SEGMENTS, PARTS)
         _, token = best_of(rest_best, rest_id, row, SEGMENTS, PARTS)
         token = tl.minimum(token, V - 1)
@@ -136,8 +137,9 @@ def _choose(
 
 @triton.jit
 def _nodes(
-    x, peaks, cuts, tied_tos, temperatures, keys, position, ranked, log_total, token, parent, depth,
+    x, peaks, cuts, tied_tos, temperatures, keys, position, rule, log_total, token, parent, depth,
     logp, rank, accept, R, N, V, SEGMENTS, PARTS: tl.constexpr, WIDTH: tl.constexpr, ACCEPT: tl.constexpr,
+    RELAXED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """A node's log-prob at its parent's row, how many tokens are more probable there, and its acceptance draw."""
     node = tl.program_id(0).to(tl.int64)
@@ -151,7 +153,7 @@ def _nodes(
     at = tl.load(position + slot).to(tl.int64) + tl.load(depth + node) - 1
     tl.store(accept + node, uniform(fold_in(draw_key(tl.load(keys + slot), at, ACCEPT), known), mine * 0))
     ahead = tl.zeros((WIDTH,), tl.int32)
-    if tl.load(ranked + slot):
+    if (tl.load(rule + slot) == RELAXED) | FULL:
         for start in range(0, V, WIDTH):
             i = start + tl.arange(0, WIDTH)
             z = scaled(tl.load(x + row * V + i, mask=i < V, other=-float("inf")), peak, temperature)
@@ -180,8 +182,8 @@ def log_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor)
     if n:
         none = torch.zeros(n, dtype=torch.int64, device=logits.device)
         tree = torch.empty(n, 0, dtype=torch.int32, device=logits.device)
-        request = Request(temperature.contiguous(), top_k, top_p, none, none, none.bool(), none.bool())
-        rows, _ = _read(logits, request, tree, tree, tree)
+        request = Request(temperature.contiguous(), top_k, top_p, none, none, none)
+        rows, _ = _read(logits, request, (-1, -1), False, tree, tree, tree)
         segments = rows.peaks.shape[1]
         _log_probs[(n, segments)](
             logits, *rows[:3], request.temperature, rows.log_total, out, v, segments,
@@ -190,31 +192,37 @@ def log_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor)
     return out
 
 
-def weigh(logits: Tensor, request: Request, token: Tensor, parent: Tensor, depth: Tensor) -> Outcome:
+def weigh(
+    logits: Tensor, request: Request, rules: tuple[int, int], full: bool, token: Tensor, parent: Tensor, depth: Tensor
+) -> Outcome:
     """Everything that a verdict needs of the target's rows.
 
-    Args: logits: [B, R, V] fp32; token, parent, depth: [B, N] int32 of the tree, depth 0 where absent.
+    Args:
+      logits: [B, R, V] fp32; token, parent, depth: [B, N] int32 of the tree, depth 0 where absent.
+      rules: the codes of `relaxed` and `power`; full: gather what either wants for every slot.
     """
     b, r, v = logits.shape
     nodes = token.shape[1]
     request = Request(*(x.contiguous() for x in request))
     token, parent, depth = token.contiguous(), parent.contiguous(), depth.contiguous()
     flat = logits.reshape(b * r, v)
-    rows, chosen = _read(flat, request, token, parent, depth)
+    rows, chosen = _read(flat, request, rules, full, token, parent, depth)
     node_logp, accept = torch.empty(2, b, nodes, dtype=torch.float32, device=logits.device)
     node_rank = torch.empty(b, nodes, dtype=torch.int32, device=logits.device)
     segments = rows.peaks.shape[1]
     if nodes:
         _nodes[(b * nodes,)](
-            flat, *rows[:3], request.temperature, request.key, request.position, request.ranked, rows.log_total,
+            flat, *rows[:3], request.temperature, request.key, request.position, request.rule, rows.log_total,
             token, parent, depth, node_logp, node_rank, accept, r, nodes, v, segments,
             PARTS=triton.next_power_of_2(segments), WIDTH=vocab.SEGMENT, ACCEPT=rng.ACCEPT,
-            num_warps=4, enable_fp_fusion=False,
+            RELAXED=rules[0], FULL=full, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return Outcome(node_logp, node_rank, accept, *(x.view(b, r) for x in chosen))
 
 
-def _read(logits: Tensor, request: Request, token: Tensor, parent: Tensor, depth: Tensor) -> tuple[_Rows, list[Tensor]]:
+def _read(
+    logits: Tensor, request: Request, rules: tuple[int, int], full: bool, token: Tensor, parent: Tensor, depth: Tensor
+) -> tuple[_Rows, list[Tensor]]:
     """The part of `weigh` that concerns rows: logits [B * R, V] -> what `_nodes` needs, and `Outcome`'s last five."""
     n, v = logits.shape
     b, nodes = token.shape
@@ -228,20 +236,21 @@ def _read(logits: Tensor, request: Request, token: Tensor, parent: Tensor, depth
     cuts, log_total, target_logp, rest_logp, rest_mass = new(5, n)
     tied_tos, target, rest = new(3, n, dtype=torch.int32)
     wide = {"WIDTH": vocab.SEGMENT, "PARTS": triton.next_power_of_2(segments), "enable_fp_fusion": False}
-    temperature, residual = request.temperature, request.residual
+    temperature, rule = request.temperature, request.rule
+    wanted = {"POWER": rules[1], "FULL": full}
     find_peaks[(n, segments)](logits, peaks, arg, v, segments, WIDTH=vocab.SEGMENT, num_warps=4, enable_fp_fusion=False)
     find_cuts[(n,)](
         logits, peaks, temperature, request.top_k, request.top_p, cuts, tied_tos, n // b, v, segments,
         num_warps=8, **wide,
     )  # fmt: skip
     _draws[(n, segments)](
-        logits, peaks, cuts, tied_tos, temperature, request.key, request.position, residual, token, parent, depth,
+        logits, peaks, cuts, tied_tos, temperature, request.key, request.position, rule, token, parent, depth,
         masses, best, best_id, rest_masses, rest_best, rest_id, n // b, nodes, v, segments,
-        TARGET=rng.TARGET, RESIDUAL=rng.RESIDUAL, num_warps=4, **wide,
+        TARGET=rng.TARGET, RESIDUAL=rng.RESIDUAL, num_warps=4, **wide, **wanted,
     )  # fmt: skip
     _choose[(n,)](
-        logits, peaks, arg, cuts, tied_tos, temperature, residual, masses, best, best_id, rest_masses, rest_best,
+        logits, peaks, arg, cuts, tied_tos, temperature, rule, masses, best, best_id, rest_masses, rest_best,
         rest_id, log_total, target, target_logp, rest, rest_logp, rest_mass, n // b, v, segments,
-        PARTS=wide["PARTS"], num_warps=1, enable_fp_fusion=False,
+        PARTS=wide["PARTS"], num_warps=1, enable_fp_fusion=False, **wanted,
     )  # fmt: skip
     return _Rows(peaks, cuts, tied_tos, log_total), [target, target_logp, rest, rest_logp, rest_mass]

@@ -3,6 +3,8 @@
 Fused multiply-add is off in all of them: whether a compiler contracts a * b + c may differ between two kernels.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,24 +12,56 @@ from torch import Tensor
 
 
 @triton.jit
+def _normed(x, weight, E, eps, dtype: tl.constexpr, WIDTH: tl.constexpr):
+    """The row at x, normalised in fp32, rounded, times weight."""
+    i = tl.arange(0, WIDTH)
+    wide = tl.load(x + i, mask=i < E, other=0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
+    y = (wide * scale).to(dtype).to(tl.float32) * tl.load(weight + i, mask=i < E, other=0).to(tl.float32)
+    return y.to(dtype)
+
+
+@triton.jit
 def _rms_norm(x, weight, out, E, eps, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
-    wide = tl.load(x + row * E + i, mask=i < E, other=0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
-    y = (wide * scale).to(out.dtype.element_ty).to(tl.float32) * tl.load(weight + i, mask=i < E, other=0).to(tl.float32)
-    tl.store(out + row * E + i, y.to(out.dtype.element_ty), mask=i < E)
+    y = _normed(x + row * E, weight, E, eps, out.dtype.element_ty, WIDTH)
+    tl.store(out + row * E + i, y, mask=i < E)
+
+
+def _norm_launch(e: int) -> dict[str, Any]:
+    width = triton.next_power_of_2(e)
+    return {"WIDTH": width, "num_warps": min(16, max(1, width // 512)), "enable_fp_fusion": False}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [n, E] normalised per row in fp32, rounded, times weight [E]."""
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     n, e = x.shape
-    width = triton.next_power_of_2(e)
     if n:
-        _rms_norm[(n,)](
-            x, weight, out, e, eps, WIDTH=width, num_warps=min(16, max(1, width // 512)), enable_fp_fusion=False
-        )
+        _rms_norm[(n,)](x, weight, out, e, eps, **_norm_launch(e))
+    return out
+
+
+@triton.jit
+def _embed_beside(table, token, table_weight, x, x_weight, out, E, eps, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, WIDTH)
+    to = out + (row * 2 + tl.program_id(1)) * E + i
+    if tl.program_id(1) == 0:
+        at = table + tl.load(token + row).to(tl.int64) * E
+        tl.store(to, _normed(at, table_weight, E, eps, out.dtype.element_ty, WIDTH), mask=i < E)
+    else:
+        tl.store(to, _normed(x + row * E, x_weight, E, eps, out.dtype.element_ty, WIDTH), mask=i < E)
+
+
+def embed_beside(table: Tensor, token: Tensor, table_weight: Tensor, x: Tensor, x_weight: Tensor, eps: float) -> Tensor:
+    """See `kernels.embed_beside`: the halves have `rms_norm`'s bits."""
+    x = x.contiguous()
+    n, e = x.shape
+    out = torch.empty(n, 2 * e, dtype=x.dtype, device=x.device)
+    if n:
+        _embed_beside[(n, 2)](table, token.contiguous(), table_weight, x, x_weight, out, e, eps, **_norm_launch(e))
     return out
 
 
@@ -88,5 +122,67 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         _rope[(n, triton.cdiv(heads, block))](
             x, cos.contiguous(), sin.contiguous(), out, x.stride(0), x.stride(1), d // 2, heads,
             WIDTH=width, BLOCK=block, num_warps=2, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _angles(position, freq, cos, sin, HALF, WIDTH: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    phase = tl.load(position + row).to(tl.float32) * tl.load(freq + i, mask=i < HALF, other=0)
+    tl.store(cos + row * HALF + i, tl.cos(phase), mask=i < HALF)
+    tl.store(sin + row * HALF + i, tl.sin(phase), mask=i < HALF)
+
+
+def angles(position: Tensor, freq: Tensor) -> tuple[Tensor, Tensor]:
+    """cos, sin [n, D/2] fp32 of position [n] times freq [D/2] fp32."""
+    n, half = len(position), len(freq)
+    cos, sin = torch.empty(2, n, half, dtype=torch.float32, device=position.device)
+    if n:
+        _angles[(n,)](
+            position.contiguous(), freq, cos, sin, half,
+            WIDTH=triton.next_power_of_2(half), num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return cos, sin
+
+
+@triton.jit
+def _rows_at(x, row, out, R, M, F, WIDTH: tl.constexpr):
+    at, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    source = at // M * R + tl.load(row + at)
+    tl.store(out + at * F + i, tl.load(x + source * F + i, mask=i < F), mask=i < F)
+
+
+def rows_at(x: Tensor, row: Tensor) -> Tensor:
+    """x [B, R, F], row [B, m] -> [B, m, F]."""
+    x, row = x.contiguous(), row.contiguous()
+    b, r, f = x.shape
+    m = row.shape[1]
+    out = torch.empty(b, m, f, dtype=x.dtype, device=x.device)
+    if out.numel():
+        _rows_at[(b * m, triton.cdiv(f, 1024))](x, row, out, r, m, f, WIDTH=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _keep_path(x, path, live, old, out, R, D, W, F, WIDTH: tl.constexpr):
+    at, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    slot, w = at // W, at % W + i * 0
+    if tl.load(live + slot):
+        node = tl.load(path + slot * D + w - 1, mask=(w > 0) & (w <= D), other=-1)
+        value = tl.load(x + (slot * R + node + 1) * F + i, mask=(i < F) & (w <= D), other=0)
+    else:
+        value = tl.load(old + at * F + i, mask=i < F)
+    tl.store(out + at * F + i, value, mask=i < F)
+
+
+def keep_path(x: Tensor, path: Tensor, live: Tensor, old: Tensor) -> Tensor:
+    """See `draft.observe`: x [B, R, F] at the root and along path [B, D], old [B, W, F] where not live [B]."""
+    out = torch.empty_like(old, memory_format=torch.contiguous_format)
+    b, w, f = old.shape
+    if old.numel():
+        _keep_path[(b * w, triton.cdiv(f, 1024))](
+            x.contiguous(), path.contiguous(), live, old.contiguous(), out, x.shape[1], path.shape[1], w, f,
+            WIDTH=1024, num_warps=4,
         )  # fmt: skip
     return out

@@ -87,7 +87,7 @@ def log_sum_exp(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _top(x, values, ids, V, K, WIDTH: tl.constexpr):
+def _top(x, names, values, ids, V, K, WIDTH: tl.constexpr, NAMED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     best = tl.full((WIDTH,), -float("inf"), tl.float32)
@@ -111,16 +111,25 @@ def _top(x, values, ids, V, K, WIDTH: tl.constexpr):
             top, at = tl.where(better, here, top), tl.where(better, where, at)
         value, token = top, at
         tl.store(values + row * K + k, value - peak - log_total)
-        tl.store(ids + row * K + k, token)
+        if NAMED:
+            tl.store(ids + row * K + k, tl.load(names + token))
+        else:
+            tl.store(ids + row * K + k, token)
 
 
-def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most probable tokens of each row: x [n, V] fp32 logits -> log-probs [n, k], ids [n, k] int64."""
+def top(x: Tensor, k: int, names: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The k most probable tokens of each row: x [n, V] fp32 logits -> log-probs [n, k], ids [n, k] int64.
+
+    Args: names: [V] int64, what to return for each id; None: the id.
+    """
     x = x.contiguous()
     n, v = x.shape
     values = torch.empty(n, k, dtype=torch.float32, device=x.device)
     ids = torch.empty(n, k, dtype=torch.int64, device=x.device)
     if n:
         width = min(TOP, triton.next_power_of_2(v))
-        _top[(n,)](x, values, ids, v, k, WIDTH=width, num_warps=max(1, width // 512), enable_fp_fusion=False)
+        _top[(n,)](
+            x, ids if names is None else names, values, ids, v, k, WIDTH=width, NAMED=names is not None,
+            num_warps=max(1, width // 512), enable_fp_fusion=False,
+        )  # fmt: skip
     return values, ids

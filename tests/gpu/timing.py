@@ -1,4 +1,7 @@
-"""Times on a GPU, in CUDA graphs: `python -m tests.gpu.timing sweep|gemms|step|profile`; see docs/performance.md."""
+"""Times of matrix products on a GPU, in CUDA graphs: `python -m tests.gpu.timing sweep|gemms`; see docs/performance.md.
+
+`python -m bench.roofline` times whole rounds.
+"""
 
 import itertools
 import sys
@@ -8,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import nanospec_fn as ns
 from nanospec_fn.kernels import gemm
-from tests.gpu.shapes import GEMMS, LLAMA_8B, noise, random_head, random_model
+from tests.gpu.shapes import GEMMS, noise
 
 
 def milliseconds(run: Callable[[], Any], repeats: int = 20) -> float:
@@ -124,64 +126,10 @@ def gemms() -> None:
               f"cublas {flops / milliseconds(theirs) / 1e9:.0f}", flush=True)  # fmt: skip
 
 
-def prepared(model: ns.Model, draft: Any, spec: Any, slots: int, context: int, temperature: float = 0.0) -> Any:
-    """A captured round over `slots` running requests of about `context` tokens."""
-    program = ns.build(model, draft=draft, engine=ns.EngineConfig(max_slots=slots), speculation=spec)
-    params = ns.Params(target=model.params, draft=draft.params if draft else ())
-    prefill = ns.capture(program.prefill, donate=("state",))
-    step = ns.capture(program.speculate if draft else program.decode, donate=("state",))
-    state = program.init()
-    for slot in range(slots):
-        tokens = [(slot * 7 + i * 13) % model.cfg.vocab_size for i in range(context)]
-        state = program.insert(state, slot, tokens, ns.Sampling(max_tokens=900, temperature=temperature, seed=slot))
-    for _ in range(-(-context // 512)):
-        state, _ = prefill(params, state, None, 512)
-    return params, state, step
-
-
-def kernel_table(run: Callable[[], Any], top: int = 14) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
-    events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
-    events.sort(key=lambda e: -e.self_device_time_total)
-    total = sum(e.self_device_time_total for e in events)
-    print(f"  kernels: {sum(e.count for e in events)} launches, {total / 1000:.3f} ms")
-    for e in events[:top]:
-        print(f"    {e.self_device_time_total / 1000:8.3f} ms {e.count:5d}x  {e.key[:90]}")
-
-
-def step(profile: bool = False) -> None:
-    model = random_model(LLAMA_8B)
-    head = random_head(model, 32000)
-    chain, tree = ns.Speculation(top_k=1, depth=5), ns.Speculation(top_k=4, depth=5)
-    kinds = {"plain": (None, None), "chain 5 eagle": (head, chain), "tree 4x5 eagle": (head, tree)}
-    for slots, (name, (draft, spec)) in itertools.product((1, 8, 32), kinds.items()):
-        try:
-            params, state, fast = prepared(model, draft, spec, slots, 200)
-            for _ in range(3):
-                state, _ = fast(params, state)
-            captured = next(iter(fast._graphs.values()))._graph
-            alone = milliseconds(captured.replay)
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(20):
-                state, _ = fast(params, state)
-            end.record()
-            torch.cuda.synchronize()
-            print(f"{name} bs {slots}: graph {alone:.3f} ms, step {start.elapsed_time(end) / 20:.3f} ms", flush=True)
-            if profile and slots == 1:
-                kernel_table(captured.replay)
-            del params, state, fast, captured
-        except Exception as error:
-            print(f"{name} bs {slots}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-
-
 if __name__ == "__main__":
     with torch.no_grad():
         for what in sys.argv[1:]:
             if what.startswith("warm"):  # warm:PART:PARTS
                 warm(*map(int, what.split(":")[1:]))
                 continue
-            {"sweep": sweep, "gemms": gemms, "step": step, "profile": lambda: step(True)}[what]()
+            {"sweep": sweep, "gemms": gemms}[what]()

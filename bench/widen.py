@@ -1,0 +1,269 @@
+"""Embed a small model in a larger shape: `python -m bench.widen --draft eagle --like llama-3.1-8b --out DIR`.
+
+DIR/target and DIR/head become ordinary Hugging Face folders that cost what the larger model costs and behave as the
+small one does, so that speculation can be timed without the larger model's weights. wide.py has the construction.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import nanospec_fn as ns
+from bench import wide
+from bench.wide import Maker, Shape
+from nanospec_fn import arguments, draft_model, model, weights
+from rl import eagle_head
+
+DTYPES = ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be made, checked."""
+
+    small: ns.Model
+    draft: ns.Draft | None
+    shape: Shape
+    cfg: model.Config  # the wide model's
+    constant: float
+    make: Maker
+    name: str
+
+
+def plan(
+    small: ns.Model,
+    like: str,
+    draft: ns.Draft | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> Plan:
+    """Check that model and head fit the shape. Arguments and errors as for `widen_params`."""
+    shape = wide.find_shape(like)
+    where = small.params.embed.device if device is None else torch.device(device)
+    wide.check(small.cfg, shape, "the model")
+    if small.cfg.num_layers > shape.num_layers:
+        raise ValueError(f"num_layers: the model has {small.cfg.num_layers}, the shape {shape.num_layers}")
+    c = wide.constant(small.cfg)
+    cfg = wide.wide_config(small.cfg, shape, c, where, dtype)
+    if draft is not None:
+        head = wide.head_of(draft)
+        wide.check(head, shape, "the head")
+        wide.wide_config(head, shape, c, where, dtype)
+    make = Maker(where, dtype, torch.Generator(where).manual_seed(seed))
+    name = like if like in wide.SHAPES else Path(like).name.removesuffix(".json")
+    return Plan(small, draft, shape, cfg, c, make, f"{Path(small.name).name}-in-{name}")
+
+
+def widen_params(
+    small: ns.Model,
+    like: str,
+    draft: ns.Draft | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> tuple[ns.Model, ns.Draft | None]:
+    """The wide model and head as weights in memory, nothing written; the tokenizer is the small model's.
+
+    Args:
+      small: load it, and the head, in fp32, so that weights are rounded once.
+      like: a name of wide.SHAPES, a config.json, or a folder with one.
+      device: where the wide weights go; None: the small model's.
+    Errors: ValueError naming the size that does not fit or the head's feature that cannot be widened;
+      FileNotFoundError; both before anything is made.
+    """
+    p = plan(small, like, draft, device, dtype, seed)
+    made = list(wide.widen_target(small, p.cfg, p.constant, p.make))
+    ends = {name: value for name, value in made if name != "layers"}
+    params = model.Params(**ends, layers=tuple(value for name, value in made if name == "layers"))
+    return ns.Model(p.cfg, params, small.tokenizer, p.name), widen_draft(p)
+
+
+def widen_draft(p: Plan) -> ns.Draft | None:
+    """The wide head of a plan that has one."""
+    if p.draft is None:
+        return None
+    cfg, params = wide.widen_head(p.draft, p.small, p.cfg, p.shape, p.constant, p.make)
+    return ns.Draft(draft_model.Eagle3(cfg), params)
+
+
+def write(p: Plan, folder: Path) -> list[Path]:
+    """The wide model and head as Hugging Face folders, a layer at a time -> the folders written.
+
+    A folder's config.json goes first and comes last: what was cut off does not load.
+    Errors: ValueError where the disk has no room, before anything is written.
+    """
+    target, head = folder / "target", folder / "head"
+    need = size(p)
+    target.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target).free
+    if need > free:
+        raise ValueError(f"{folder}: {need / 2**30:.1f} GiB are needed, {free / 2**30:.1f} GiB are free")
+    write_target(p, target)
+    wide_head = widen_draft(p)
+    if wide_head is None:
+        return [target]
+    head.mkdir(exist_ok=True)
+    described = ns.Model(p.cfg, p.small.params)  # of a target, only the config goes into a head's folder
+    eagle_head.write_folder(head, wide_head.params, wide.head_of(wide_head), described, p.make.dtype)
+    return [target, head]
+
+
+def write_target(p: Plan, folder: Path) -> None:
+    """The model's config, tokenizer and weights, a shard for each layer."""
+    for old in (folder / "config.json", *folder.glob("model*.safetensors*")):
+        old.unlink(missing_ok=True)
+    raw = describe(p)
+    total, where = 0, dict[str, str]()
+    for i, tensors in enumerate(shards(p, raw), 1):
+        name = f"model-{i:05}-of-{p.cfg.num_layers + 3:05}.safetensors"
+        write_whole(folder / name, partial(save_file, tensors, metadata={"format": "pt"}))
+        where |= dict.fromkeys(tensors, name)
+        total += sum(x.numel() * x.element_size() for x in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    if p.small.tokenizer is not None:
+        p.small.tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
+    write_json(folder / "model.safetensors.index.json", index)
+    write_json(folder / "config.json", raw)
+
+
+def shards(p: Plan, raw: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """The wide model's tensors under Hugging Face names, as many at a time as a file holds."""
+    ends = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+    done = 0
+    for name, value in wide.widen_target(p.small, p.cfg, p.constant, p.make):
+        if name in ends:
+            yield {ends[name]: value.cpu()}
+            continue
+        found: dict[str, Tensor] = {}
+        for part, names in weights.layer_parts(f"model.layers.{done}", p.cfg, p.cfg.hidden_size, raw).items():
+            if names:
+                pieces = getattr(value, part).cpu().split([shape[0] for shape in names.values()])
+                found |= dict(zip(names, pieces, strict=True))
+        yield found
+        done += 1
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a file written beside its place, sync it and rename it: whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    write(part)
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    write_whole(path, lambda part: part.write_text(json.dumps(value, indent=2) + "\n"))
+
+
+def size(p: Plan) -> int:
+    """Bytes that the folders take, but for a few files of text."""
+    e, cfg = p.cfg.hidden_size, p.cfg
+
+    def layer(cfg: model.Config, width: int, raw: dict[str, Any]) -> int:
+        shapes = [shape for parts in weights.layer_parts("", cfg, width, raw).values() for shape in parts.values()]
+        return sum(math.prod(shape) for shape in shapes)
+
+    count = 2 * cfg.vocab_size * e + e + cfg.num_layers * layer(cfg, e, describe(p))
+    if p.draft is not None:
+        head = wide.head_of(p.draft)
+        rows = wide.draft_vocabulary(head, p.shape)
+        count += (rows + len(head.taps) * e + 2) * e + layer(cfg, 2 * e, {})
+    return count * p.make.dtype.itemsize
+
+
+def describe(p: Plan) -> dict[str, Any]:
+    """config.json of the wide model."""
+    cfg, layer, rope = p.cfg, p.small.params.layers[0], p.cfg.rope
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        scaling |= {"original_max_position_embeddings": rope.original_max_position}
+    eos = list(cfg.eos_ids)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": cfg.hidden_size,
+        "intermediate_size": cfg.intermediate_size,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": cfg.num_heads,
+        "num_key_value_heads": cfg.num_kv_heads,
+        "head_dim": cfg.head_dim,
+        "max_position_embeddings": cfg.max_context,
+        "rms_norm_eps": cfg.rms_eps,
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "default" else scaling,
+        "attention_bias": isinstance(layer.qkv_bias, Tensor),
+        "mlp_bias": isinstance(layer.gate_up_bias, Tensor),
+        "tie_word_embeddings": False,
+        "vocab_size": cfg.vocab_size,
+        "bos_token_id": cfg.bos_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos,
+        "torch_dtype": str(p.make.dtype).removeprefix("torch."),
+    }
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options of bench.widen."""
+    parser = arguments.Parser(
+        prog="python -m bench.widen",
+        description="Embed a small model and its EAGLE-3 head in a larger shape.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--model", default="smollm2", metavar="M", help="a name, a folder, a .gguf file or a hub id")
+    parser.add_argument(
+        "--draft", type=head_name, default="eagle", metavar="eagle|eagle:X|none", help="the head; X: a folder or hub id"
+    )
+    parser.add_argument(
+        "--like", default="llama-3.1-8b", metavar="SHAPE", help=f"{', '.join(wide.SHAPES)}, or a config.json"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="DIR/target and DIR/head are written")
+    parser.add_argument("--device", default="auto", metavar="D", help="where it is computed: auto, cpu, cuda, cuda:N")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the files")
+    return parser
+
+
+def head_name(text: str) -> str:
+    """The type of --draft."""
+    if text in ("eagle", "none") or (text.startswith("eagle:") and text != "eagle:"):
+        return text
+    raise argparse.ArgumentTypeError(f"must be eagle, eagle:X or none, got {text!r}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the folders; the exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        wide.find_shape(args.like)
+        small = ns.load(args.model, device=args.device, dtype="fp32")
+        draft = ns.load_draft(args.draft, small)
+        planned = plan(small, args.like, draft, dtype=weights.DTYPES[args.dtype])
+        if args.out.exists() and not args.out.is_dir():
+            raise ValueError(f"argument --out: {args.out} is not a folder")
+        start = time.perf_counter()
+        folders = write(planned, args.out)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    taken = time.perf_counter() - start
+    print(f"{size(planned) / 2**30:.1f} GiB in {taken:.0f} s: {', '.join(map(str, folders))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""What a step did, on its way to the host: packed on the device, brought over in one copy, read as updates.
+
+On CUDA the copy is only issued: it is read when the next step already runs.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from nanospec_fn import schedule, slots, trace
+from nanospec_fn.pages import Write
+from nanospec_fn.step import Info
+from nanospec_fn.struct import put
+
+REASONS = {slots.STOP: "stop", slots.LENGTH: "length"}
+WIDE, NARROW = ("tokens", "target_logp", "behaviour_logp"), ("count", "accepted", "done", "ok", "left")
+
+
+class Update(NamedTuple):
+    """What one step did for one request; lists have one entry per new token."""
+
+    index: int  # type: ignore[assignment]  # of the request
+    tokens: list[int]
+    target_logp: list[float]  # nats
+    behaviour_logp: list[float]  # nats
+    origin: list[int]  # 0: the target's own token; d: a draft node at depth d
+    accepted: int | None  # drafted tokens that were emitted; None: the prefill's token, which belongs to no round
+    finish_reason: str | None
+    evidence: tuple[trace.Nodes, trace.Rows] | None  # of an engine that records
+    step: int  # of this call
+    milliseconds: float  # of the step
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of one step that has been issued."""
+
+    step: int  # of this call
+    rows: Sequence[int]  # the slot of each row
+    requests: Mapping[int, int]  # the request in each slot that takes part
+    prefill: bool
+    bucket: int  # rows
+    variant: int  # of a round: which of the engine's shapes
+    table: Tensor  # [b, 3 W + 5] int32 on the host, see `pack`; not there before `clock` has been read
+    evidence: Any  # tree and evidence, on the host likewise; () of an engine that does not record
+    clock: Callable[[], float]  # waits for the step to end; milliseconds that it took
+
+
+def packed(step: Callable[..., Any], record: bool) -> Callable[..., Any]:
+    """A step `(params, state, slot, shape)` whose info comes as `pack`'s table, and as what a trace needs."""
+
+    def run(params: Any, state: Any, slot: Tensor | None, shape: Any, put: Write = put) -> Any:
+        state, info = step(params, state, slot, shape, put=put)
+        return state, pack(info), (info.tree, info.evidence) if record else ()
+
+    return run
+
+
+def pack(info: Info) -> Tensor:
+    """All that the host reads of every step: [b, 3 W + 5] int32, log-probs by their bits, columns WIDE and NARROW."""
+    columns = [getattr(info, name).view(torch.int32) for name in WIDE]
+    columns.append(torch.stack([getattr(info, name).to(torch.int32) for name in NARROW], dim=1))
+    return torch.cat(columns, dim=1)
+
+
+def start(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """Begin to time a step. What it returns is called when the step has been issued, and gives `Report.clock`."""
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        return lambda: lambda: (time.perf_counter() - begun) * 1e3
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+
+    def clock() -> float:
+        last.synchronize()
+        return first.elapsed_time(last)
+
+    def issued() -> Callable[[], float]:
+        last.record()
+        return clock
+
+    return issued
+
+
+def to_host(tree: Any) -> Any:
+    """Tensors on their way to the host: on CUDA into pinned memory, without waiting."""
+    return pytree.tree_map(lambda x: x.to("cpu", non_blocking=True), tree)
+
+
+def unpack(table: Tensor) -> tuple[list[list[int]], list[int], list[float], list[float]]:
+    """A table on the host: NARROW's columns, and the emitted tokens with their log-probs, rows one after the other."""
+    every = table.numpy()  # small steps in numpy take a third of the time
+    width = (every.shape[1] - len(NARROW)) // len(WIDE)
+    narrow = every[:, len(WIDE) * width :].T.tolist()
+    emitted = np.arange(width) < every[:, len(WIDE) * width, None]
+    tokens, *logps = (every[:, i * width : (i + 1) * width][emitted] for i in range(len(WIDE)))
+    return narrow, tokens.tolist(), *(part.view(np.float32).tolist() for part in logps)
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A report that has been read."""
+
+    updates: Iterator[
+        Update
+    ]  # for the caller; made one by one, since thousands at once keep the garbage collector busy
+    events: schedule.Events  # for the policy
+    accepted: list[int]  # of a round, for each request that goes on: drafted tokens that were right
+    milliseconds: float
+
+
+def read(report: Report) -> Landed:
+    """Wait for a step and read what it did."""
+    milliseconds = report.clock()
+    narrow, tokens, target_logp, behaviour_logp = unpack(report.table)
+    prefilled, emitted, refused, finished, going = [], [], [], [], []
+    for slot, count, accepted, done, ok, left in zip(report.rows, *narrow, strict=True):
+        index = report.requests.get(slot)
+        if index is None:
+            continue
+        if not ok:
+            refused.append(index)
+        if report.prefill:
+            prefilled.append((index, left))
+        if count:
+            emitted.append((index, count))
+            if done in REASONS:
+                finished.append(index)
+            elif not report.prefill:
+                going.append(accepted)
+    events = schedule.Events((), tuple(prefilled), tuple(emitted), tuple(refused), tuple(finished))
+    updates = _updates(report, milliseconds, narrow, tokens, target_logp, behaviour_logp)
+    return Landed(updates, events, going, milliseconds)
+
+
+def _updates(
+    report: Report,
+    milliseconds: float,
+    narrow: list[list[int]],
+    tokens: list[int],
+    target_logp: list[float],
+    behaviour_logp: list[float],
+) -> Iterator[Update]:
+    nothing: Sequence[tuple[trace.Nodes, trace.Rows] | None] = [None] * len(report.rows)
+    evidence = trace.to_host(*report.evidence) if report.evidence else nothing
+    end = 0
+    for slot, count, accepted, done, judged in zip(report.rows, *narrow[:3], evidence, strict=True):
+        begin, end = end, end + count
+        index = report.requests.get(slot)
+        if index is None or not count:
+            continue
+        yield Update(
+            index,
+            tokens[begin:end],
+            target_logp[begin:end],
+            behaviour_logp[begin:end],
+            [*range(1, accepted + 1), *[0] * (count - accepted)],
+            None if report.prefill else accepted,
+            REASONS.get(done),
+            judged,
+            report.step,
+            milliseconds,
+        )

@@ -1,0 +1,149 @@
+"""The draft of a run: none, a copy of the policy that is refreshed now and then, a head, or a head that keeps learning.
+
+The engine drafts with `ns.Draft.params`; whatever changes them writes into these tensors, so that captured graphs stay
+valid. Nothing here reaches the policy: a copy has its own storage, and a head is differentiated alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import nanospec_fn as ns
+from nanospec_fn import eagle, struct
+from rl import eagle_loss, train_eagle
+from rl.eagle_loss import Batch, Seen
+from rl.optimizer import Optimizer
+from rl.policy import Micro, Scored
+from rl.train_eagle import Recipe, TrainState
+
+DECAY = 0.8  # weight of each draft step's loss over the one before, as in rl.train_eagle
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The statics of a draft's life."""
+
+    refresh: int = 0  # of a frozen copy: policy updates between copies; 0: it stays what it is
+    recipe: Recipe | None = None  # of a head that trains
+    optimize: Optimizer | None = None  # of the same
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose inputs a head that trains needs."""
+        return self.recipe.cfg.taps if self.recipe else ()
+
+
+@struct.state
+class DraftState:
+    """What a draft carries from step to step."""
+
+    version: Tensor  # [] int64, of a copy: the policy's version that it is; of a head: its updates
+    changed: Tensor  # [] int64, the policy's version at the last change
+    weights: Any  # a refreshed copy's served weights, else ()
+    train: Any  # TrainState of a head that trains, else ()
+
+
+def trained(draft: ns.Draft, depth: int, optimize: Optimizer, policy: ns.Model) -> Plan:
+    """The plan of a head that learns to draft `depth` tokens. Errors: ValueError for a draft that is no head."""
+    cfg = getattr(draft.method, "cfg", None)
+    if not isinstance(cfg, eagle.HeadConfig):
+        raise ValueError(f"draft {draft.method.name!r} is no EAGLE-3 head and cannot be trained")
+    return Plan(recipe=Recipe(cfg, depth, DECAY, policy.params.embed.dtype), optimize=optimize)
+
+
+def begin(model: ns.Model, draft: ns.Draft | None, plan: Plan, tokens: Tensor) -> DraftState:
+    """The state before the first step. Args: tokens: [1, T] of some text, to take the scale of a head's taps from."""
+    train: Any = ()
+    if draft and plan.recipe and plan.optimize:
+        train = adopt(draft.params, plan.recipe, plan.optimize, eagle_loss.observe(model, plan.taps, tokens).taps)
+    zero = torch.zeros((), dtype=torch.int64)
+    return DraftState(zero, zero.clone(), draft.params if draft and plan.refresh else (), train)
+
+
+def adopt(head: Any, recipe: Recipe, optimize: Optimizer, taps: Tensor) -> TrainState:
+    """A loaded head as training sees it: fp32, `fc` in units of the taps' scale (see `eagle_loss.assemble`)."""
+    scale = train_eagle.scale_of(taps, recipe.cfg)
+    if recipe.cfg.norm_before_fc:
+        scale = torch.ones_like(scale)
+    params = pytree.tree_map(lambda x: x.float().clone(), eagle_loss.trainable(head))
+    params = struct.replace(params, fc=params.fc * scale)
+    return TrainState(params=params, adam=optimize.init(params), scale=scale, target_id=head.target_id.clone())
+
+
+def restore(draft: ns.Draft | None, plan: Plan, saved: DraftState) -> DraftState:
+    """Put a saved state's weights in front of the engine."""
+    if draft is None:
+        return saved
+    if plan.refresh:
+        write(draft.params, saved.weights)
+    if plan.recipe:
+        serve(draft, plan.recipe, saved.train)
+    return struct.replace(saved, weights=draft.params if plan.refresh else ())
+
+
+def refresh(draft: ns.Draft | None, plan: Plan, state: DraftState, policy: ns.Model, version: int) -> DraftState:
+    """After the policy's update to `version`: copy it if it is time."""
+    if draft is None or not plan.refresh or version % plan.refresh:
+        return state
+    write(draft.params, policy.params)
+    now = torch.full_like(state.version, version)
+    return struct.replace(state, version=now, changed=now.clone())
+
+
+def learn(
+    draft: ns.Draft | None, plan: Plan, state: DraftState, policy: ns.Model, batches: Sequence[Batch], version: int
+) -> tuple[DraftState, list[float]]:
+    """An update of a head that trains for every batch, and the first step's cross-entropy [nats] before each.
+
+    Soft cross-entropy to the policy's own logits at what it really wrote; gradients reach the head alone.
+    """
+    if draft is None or plan.recipe is None or plan.optimize is None:
+        return state, []
+    train, losses = state.train, []
+    for batch in batches:
+        train, info = train_eagle.train_step(policy, plan.recipe, plan.optimize, train, batch)
+        losses.append(float(info["loss"][0]))
+    serve(draft, plan.recipe, train)
+    made = state.version + len(losses)
+    return struct.replace(state, version=made, changed=torch.full_like(made, version), train=train), losses
+
+
+def supervised(
+    policy: ns.Model, plan: Plan, state: DraftState, seen: Sequence[tuple[Micro, Scored]]
+) -> Iterator[Batch]:
+    """What a head learns from: a batch for every microbatch that the policy has scored, whose streams it kept."""
+    if plan.recipe is None:
+        return
+    for batch, scored in seen:
+        row, live = eagle_loss.supervise(batch.length, batch.prompt, batch.tokens.shape[1], plan.recipe.unroll)
+        best = torch.zeros_like(batch.tokens.flatten()).index_put((batch.row,), scored.best).view(batch.tokens.shape)
+        view = Seen(taps=scored.taps, x=scored.x, best=best)
+        yield eagle_loss.prepare(policy, state.train.target_id, batch.tokens, view, row, live)
+
+
+def serve(draft: ns.Draft, recipe: Recipe, train: TrainState) -> None:
+    """Write a head that trains into the served one."""
+    made = train_eagle.head_of(recipe, train, recipe.dtype)
+    write(eagle_loss.trainable(draft.params), eagle_loss.trainable(made))
+
+
+def write(into: Any, weights: Any) -> None:
+    """Copy a pytree's values into the tensors of another of the same structure."""
+    for mine, theirs in zip(pytree.tree_leaves(into), pytree.tree_leaves(weights), strict=True):
+        mine.copy_(theirs)
+
+
+def together(optimize: Optimizer, add: Callable[[Any], None], ranks: int) -> Optimizer:
+    """An optimizer whose gradients are the mean over the ranks."""
+    if ranks == 1:
+        return optimize
+
+    def update(grads: Any, adam: Any, params: Any) -> Any:
+        add(grads)
+        return optimize.update(pytree.tree_map(lambda x: x / ranks, grads), adam, params)
+
+    return Optimizer(optimize.init, update)

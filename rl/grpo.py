@@ -1,0 +1,302 @@
+"""GRPO on rollouts of the speculative engine: `python -m rl.grpo --draft frozen --acceptance power --alpha 0.3`.
+
+A step samples groups of completions, scores them, weighs every token by pi_old / mu, and updates the policy in place.
+--out gets log.jsonl (a header, then a strict JSON line a step) and state.safetensors (weights, optimizer, draft); with
+--resume the same command goes on from there, on a CPU to the same bits. `torchrun` shares the prompts among its ranks.
+Source: GRPO (Shao et al. 2024, arXiv 2402.03300).
+"""
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from tqdm import tqdm
+
+import nanospec_fn as ns
+from nanospec_fn import model, struct
+from rl import (
+    alarm,
+    drafts,
+    experience,
+    grpo_log,
+    grpo_options,
+    optimizer,
+    policy,
+    policy_loss,
+    ranks,
+    run_files,
+    tasks,
+)
+from rl.drafts import DraftState, Plan
+from rl.experience import EVALUATE, Experience, Order, Version
+from rl.grpo_log import Known
+from rl.optimizer import Optimizer
+from rl.policy import Micro, PolicyState, Scored
+from rl.policy_loss import Recipe
+from rl.ranks import Ranks
+from rl.tasks import Task
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same over a run."""
+
+    args: argparse.Namespace
+    ranks: Ranks
+    task: Task
+    engine: ns.Engine  # serves the policy's weights and the draft's
+    first: model.Params  # the policy of step 0
+    recipe: Recipe
+    optimize: Optimizer
+    plan: Plan
+
+
+@struct.state
+class RunState:
+    """What a run carries from step to step, and a checkpoint holds."""
+
+    policy: PolicyState
+    draft: DraftState
+
+    @property
+    def step(self) -> int:
+        """Updates made, the policy's version."""
+        return int(self.policy.adam.count)
+
+
+def train_step(setting: Setting, state: RunState) -> tuple[RunState, dict[str, Any]]:
+    """One step: the new state, and its line of the log."""
+    args, served = setting.args, setting.engine.model
+    clock = [time.perf_counter()]
+    rollouts = collect(setting, state)
+    clock.append(time.perf_counter())
+
+    tokens = experience.tokens_of(rollouts, served.params.embed.device)
+    seen, known = look(setting, rollouts)
+    reward = torch.tensor([one.value for one in rollouts.rewards], dtype=torch.float64).view(-1, args.group)
+    by_group, flat = policy_loss.advantages(reward)
+    advantage = by_group.flatten().to(tokens.target)[tokens.sequence]
+    weights = policy_loss.correct(setting.recipe, known.old, tokens.behaviour, advantage)
+    length = torch.tensor(rollouts.lengths, device=advantage.device)
+    scale = policy_loss.token_scale(args.loss, length, args.max_tokens)[tokens.sequence]
+    clock.append(time.perf_counter())
+
+    draft, losses = teach(setting, state, seen)
+    clock.append(time.perf_counter())
+
+    def objective(logp: Tensor, at: Tensor) -> Tensor:
+        part = pytree.tree_map(lambda x: x[at], (known.old, known.first, advantage, weights, scale))
+        return policy_loss.loss(setting.recipe, logp, *part)
+
+    # What a flat group adds is 0, unless there is a KL to step 0.
+    telling = [i for i in share(setting) if args.kl_beta or not flat[i // args.group]]
+    grads, loss = policy.gradient(served, micros(setting, rollouts, telling), args.temperature, objective)
+    ranks.add_(setting.ranks, (grads, loss))
+    trained, norm = policy.update(served.params, state.policy, setting.optimize, grads)
+    draft = drafts.refresh(setting.engine.draft, setting.plan, draft, served, state.step + 1)
+    clock.append(time.perf_counter())
+
+    line = grpo_log.of_rollouts(rollouts, clock) | grpo_log.of_tokens(args, tokens, known, weights)
+    line |= grpo_log.of_versions(rollouts.version, tokens, state.step, int(state.draft.changed))
+    line |= {"groups_with_signal": int((~flat).sum()), "groups": len(flat), "lr": args.lr}
+    line |= {"loss": float(loss), "grad_norm": float(norm), "draft_loss": losses[-1] if losses else None}
+    return RunState(policy=trained, draft=draft), {"step": state.step + 1} | line
+
+
+def collect(setting: Setting, state: RunState) -> Experience:
+    """The rollouts of the next step, by all ranks."""
+    args, draft = setting.args, setting.engine.draft
+    version = Version(state.step, int(state.draft.version) if draft else None)
+    order = Order(args.seed, state.step + 1, args.prompts, args.group, grpo_options.sampling(args), version)
+    mine, gather = setting.ranks.share(args.prompts), functools.partial(ranks.gather, setting.ranks)
+    return experience.collect(setting.engine, setting.task, order, mine, gather)
+
+
+def share(setting: Setting) -> list[int]:
+    """The sequences that this rank has sampled and trains on."""
+    group = setting.args.group
+    return [i * group + j for i in setting.ranks.share(setting.args.prompts) for j in range(group)]
+
+
+def micros(setting: Setting, rollouts: Experience, members: Sequence[int]) -> Iterator[Micro]:
+    """Some of the sequences as microbatches."""
+    sequences = [rollouts.sequence(i) for i in range(len(rollouts.prompts))]
+    device = setting.engine.model.params.embed.device
+    return policy.micros(sequences, list(map(len, rollouts.prompts)), members, setting.args.micro_tokens, device)
+
+
+def look(setting: Setting, rollouts: Experience) -> tuple[list[tuple[Micro, Scored]], Known]:
+    """The tokens under the policy and under that of step 0: this rank's microbatches, and all tokens' log-probs."""
+    served, taps, heat = setting.engine.model, setting.plan.taps, setting.args.temperature
+    batches = micros(setting, rollouts, share(setting))
+    seen = [(batch, policy.score(served, setting.first, batch, heat, taps)) for batch in batches]
+    own = [(batch.index.cpu(), *(x.cpu() for x in (s.logp, s.first, s.kl))) for batch, s in seen]
+    known = torch.zeros(3, sum(rollouts.lengths))
+    for index, *columns in (part for parts in ranks.gather(setting.ranks, own) for part in parts):
+        known[:, index] = torch.stack(columns)
+    return seen, Known(*known.to(served.params.embed.device))
+
+
+def teach(setting: Setting, state: RunState, seen: Sequence[tuple[Micro, Scored]]) -> tuple[DraftState, list[float]]:
+    """Train the head on the rollouts, if it is to learn. Ranks make as many updates as the one with fewest batches."""
+    plan, served = setting.plan, setting.engine.model
+    if plan.recipe is None:
+        return state.draft, []
+    fewest = min(ranks.gather(setting.ranks, len(seen)))
+    batches = list(drafts.supervised(served, plan, state.draft, seen[:fewest]))
+    return drafts.learn(setting.engine.draft, plan, state.draft, served, batches, state.step)
+
+
+def evaluate(setting: Setting, state: RunState) -> dict[str, Any]:
+    """Greedy completions of held-out problems: shares that are solved, mean reward."""
+    args = setting.args
+    problems = setting.task.held_out[: args.eval_limit]
+    share = setting.ranks.share(len(problems))
+    prompts = experience.encode(setting.engine.model, [problems[i] for i in share])
+    seeds = [experience.seed_of(args.seed, state.step, EVALUATE, i, 0) for i in share]
+    greedy = ns.Sampling(max_tokens=args.max_tokens)
+    done = experience.roll_out(setting.engine, prompts, greedy, seeds)
+    own = [setting.task.reward(problems[i], one.text, one.tokens) for i, one in zip(share, done, strict=True)]
+    return grpo_log.of_rewards([one for part in ranks.gather(setting.ranks, own) for one in part]) | {
+        "n": len(problems)
+    }
+
+
+Hook = Callable[[str, int], None]  # what is about to be done, and in which step: tests end a run there
+
+
+def fit(setting: Setting, state: RunState, about: dict[str, Any], on: Hook = lambda what, step: None) -> RunState:
+    """Train from `state` to the last step, with a log line after each and a checkpoint after some."""
+    args, first, resumed = setting.args, setting.ranks.first, state.step > 0
+    wanted = alarm.served(setting.engine)
+    todo = range(state.step + 1, args.steps + 1)
+    with tqdm(todo, initial=state.step, total=args.steps, unit="step", disable=args.quiet or not first) as bar:
+        for step in bar:
+            on("rollout", step)
+            alarm.check(setting.engine, setting.ranks, wanted, state.step, int(state.draft.version))
+            state, line = train_step(setting, state)
+            alarm.check_bits(setting.engine, line)
+            wanted, last = alarm.served(setting.engine), step == args.steps
+            evaluated = setting.task.held_out and args.eval_every and (last or step % args.eval_every == 0)
+            line |= {"eval": evaluate(setting, state) if evaluated else None, "resumed": resumed}
+            resumed = False
+            if first:
+                on("log", step)
+                run_files.append(args.out / "log.jsonl", line)
+            if first and (last or step % args.save_every == 0):
+                on("checkpoint", step)
+                run_files.save_state(args.out / "state.safetensors", state, about)
+            bar.set_postfix(reward=f"{line['reward']:.3f}", tok_s=f"{line['tok_s']:.0f}", refresh=False)
+    return state
+
+
+def begin(served: ns.Model, draft: ns.Draft | None, task: Task, args: argparse.Namespace, rank: Ranks) -> Setting:
+    """Everything that a run needs, made once.
+
+    Errors: ValueError for a prompt that leaves no room in the model's context, or what the engine refuses.
+    """
+    used = list(task.problems[: args.steps * args.prompts])
+    used += task.held_out[: args.eval_limit] if args.eval_every else []
+    longest = max(map(len, experience.encode(served, used))) + args.max_tokens
+    if longest > served.cfg.max_context:
+        raise ValueError(
+            f"argument --max-tokens: the longest prompt has {longest - args.max_tokens} tokens, with {args.max_tokens} "
+            f"more it is over the model's context of {served.cfg.max_context}"
+        )
+    speculation = ns.Speculation(top_k=args.spec_topk, depth=args.spec_depth) if draft else None
+    sizes = ns.EngineConfig(max_slots=args.slots, max_context=longest)
+    engine = ns.prepare(served, draft, sizes, speculation)
+    engine.program.check_request(grpo_options.sampling(args))
+
+    def rate(value: float) -> Optimizer:
+        return optimizer.adamw(lambda count: torch.full_like(count, value, dtype=torch.float64))
+
+    plan = Plan(refresh=args.draft_refresh)
+    if draft and args.draft_train:
+        add = functools.partial(ranks.add_, rank)
+        plan = drafts.trained(draft, args.spec_depth, drafts.together(rate(args.draft_lr), add, rank.size), served)
+    first = pytree.tree_map(torch.clone, served.params)
+    return Setting(args, rank, task, engine, first, grpo_options.recipe(args), rate(args.lr), plan)
+
+
+def init(setting: Setting) -> RunState:
+    """The state before the first step."""
+    served, draft = setting.engine.model, setting.engine.draft
+    tokens = torch.tensor(experience.encode(served, setting.task.problems[:1]), device=served.params.embed.device)
+    return RunState(
+        policy=policy.begin(served.params, setting.optimize),
+        draft=drafts.begin(served, draft, setting.plan, tokens),
+    )
+
+
+def resume(setting: Setting, state: RunState, about: dict[str, Any]) -> RunState:
+    """The state of --out's checkpoint, served; without a checkpoint `state`. The log goes on from there.
+
+    Errors: ValueError naming the option that differs, or a file that is no checkpoint.
+    """
+    log, path = setting.args.out / "log.jsonl", setting.args.out / "state.safetensors"
+    if path.exists():
+        state = run_files.load_state(path, state, lambda saved: run_files.same_run(saved, about, path))
+        master = policy.publish(setting.engine.model.params, state.policy.master)
+        draft = drafts.restore(setting.engine.draft, setting.plan, state.draft)
+        state = RunState(policy=struct.replace(state.policy, master=master), draft=draft)
+    ranks.gather(setting.ranks, None)  # nobody writes before everybody has read
+    if setting.ranks.first and log.exists():
+        run_files.keep_lines(log, lambda line: "header" in line or line["step"] <= state.step)
+    return state
+
+
+def run(args: argparse.Namespace, rank: Ranks, on: Hook = lambda what, step: None) -> RunState:
+    """Load, begin or resume, train.
+
+    Errors: ValueError, FileNotFoundError as `begin`, `resume` and the loaders.
+    """
+    loaded = ns.load(args.model, device=ranks.device_of(args.device), dtype=args.dtype)
+    draft = ns.load_draft(args.draft, loaded)
+    setting = begin(loaded, draft, tasks.load(args.task, loaded, args.seed), args, rank)
+    state = init(setting)
+    about = grpo_options.signature(args) | {"weights": policy.fingerprint(loaded.params), "ranks": rank.size}
+    if rank.first:
+        args.out.mkdir(parents=True, exist_ok=True)
+    if args.resume:
+        state = resume(setting, state, about)
+    log = args.out / "log.jsonl"
+    if rank.first and not (log.exists() and run_files.read_lines(log)):
+        own = () if state.policy.master is loaded.params else state.policy.master
+        held = {"served": loaded.params, "master": own, "optimizer": state.policy.adam, "first": setting.first}
+        held |= {"draft": setting.engine.params.draft, "draft_training": state.draft.train}
+        header = grpo_log.header(args, loaded, about, held)
+        run_files.write_lines(log, [header])
+    return fit(setting, state, about, on)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train a policy; the exit code."""
+    args = grpo_options.parse(argv)
+    if args.deterministic:
+        grpo_options.deterministic()
+    rank = ranks.start(args.device)
+    try:
+        run(args, rank)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"python -m rl.grpo: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("python -m rl.grpo: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        print(f"python -m rl.grpo: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    ranks.stop(rank)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""The files of a run: written whole or not at all, and a log whose lines survive a kill.
+
+A file is written beside its place, synced, and renamed into it, so that a kill leaves the old one or the new one. A log
+is strict JSON, one object a line; only its last line can be torn, and readers leave that one out.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.utils import _pytree as pytree
+
+from nanospec_fn import arguments, struct
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A place to write a file to; when the block ends well it is synced and renamed to `path`."""
+    part = path.with_name(f".{path.name}.part")
+    yield part
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    part.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    with whole(path) as part:
+        part.write_bytes(data)
+
+
+def save_state(path: Path, tree: Any, about: Mapping[str, Any]) -> None:
+    """A pytree of tensors, no two of which share memory, and what it belongs to, as one safetensors file."""
+    leaves = zip(struct.leaf_names(tree), pytree.tree_leaves(tree), strict=True)
+    tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves}
+    with whole(path) as part:
+        save_file(tensors, part, metadata={"about": json.dumps(about)})
+
+
+def load_state(path: Path, like: Any, check: Callable[[dict[str, Any]], None]) -> Any:
+    """What `save_state` wrote, in the structure and on the devices of `like`.
+
+    Args: check: raises where the file's `about` is not what is wanted.
+    Errors: ValueError for a file that holds something else.
+    """
+    check(read_about(path))
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, the file is not iterable
+    names, leaves = struct.leaf_names(like), pytree.tree_leaves(like)
+    shapes = {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)}
+    if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
+        raise ValueError(f"{path}: holds the training state of a model of another shape")
+    loaded = [tensors[name].to(leaf.device) for name, leaf in zip(names, leaves, strict=True)]
+    return pytree.tree_unflatten(loaded, pytree.tree_structure(like))
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """What a saved state belongs to. Errors: ValueError for a file that is no state."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about: dict[str, Any] = json.loads((file.metadata() or {})["about"])
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path}: not a training state ({error})") from error
+    return about
+
+
+def same_run(saved: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
+    """Refuse to resume a state that belongs to another run, naming the option. Errors: ValueError."""
+    wanted = json.loads(json.dumps(wanted))
+    for name in sorted({*saved, *wanted}):
+        if saved.get(name) != wanted.get(name):
+            raise ValueError(f"{path}: belongs to a run with {name} {saved.get(name)!r}, not {wanted.get(name)!r}")
+
+
+def append(log: Path, line: Mapping[str, Any]) -> None:
+    """Add a line to a log, on the disk when this returns. Numbers that are not finite become null."""
+    with log.open("ab") as file:
+        file.write(arguments.json_line(line).encode("ascii") + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(log: Path) -> list[dict[str, Any]]:
+    """The lines of a log, a torn last one left out.
+
+    Errors: ValueError naming the file and a line before the last that is not a JSON object.
+    """
+    *lines, _ = log.read_bytes().split(b"\n")
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            raise ValueError(f"{log}:{number}: not valid JSON") from None
+        if not isinstance(found[-1], dict):
+            raise ValueError(f"{log}:{number}: not a JSON object")
+    return found
+
+
+def keep_lines(log: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Leave only the wanted lines in a log, a torn one never among them."""
+    write_lines(log, [line for line in read_lines(log) if wanted(line)])
+
+
+def write_lines(log: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write a log anew, whole or not at all."""
+    write_whole(log, "".join(arguments.json_line(line) + "\n" for line in lines).encode("ascii"))

@@ -1,0 +1,102 @@
+"""The doctor on the head that is shipped: copies with known damages, each to be named. More: tests/test_doctor.py.
+
+The target's completions do not depend on the head, so they are made once.
+"""
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+import nanospec_fn as ns
+from nanospec_fn import diagnosis, doctor, draft_model, eagle, head_file
+from nanospec_fn.diagnosis import Case
+from nanospec_fn.verdict import Report
+from tests import doctored
+
+pytestmark = pytest.mark.smollm2
+
+TAPS = eagle.default_taps(30)
+LLAMA2 = "{% for m in messages %}[INST] {{ m['content'] }} [/INST]{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def case(smollm2) -> Case:
+    return Case(smollm2, doctor.PROMPTS, max_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def head(smollm2):
+    folder = draft_model.bundled_head(smollm2)
+    assert folder is not None, "the package has lost its head"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(case) -> list[ns.Completion]:
+    return case.complete(None)
+
+
+def examined(case: Case, folder, said: list[ns.Completion], monkeypatch) -> Report:
+    """A report without the engine's own rounds."""
+    monkeypatch.setattr(Case, "complete", lambda self, draft: [ns.Completion(tokens=one.tokens) for one in said])
+    return diagnosis.diagnose(case, f"eagle:{folder}")
+
+
+def test_the_shipped_head_is_healthy(smollm2):
+    """On half of the prompts. The engine's rounds are the rehearsal's to the last one."""
+    report = diagnosis.diagnose(Case(smollm2, doctor.PROMPTS[::2], max_tokens=48), "eagle")
+    assert report.verdict[0] == "healthy", report.verdict
+    assert report.accepted_length == pytest.approx(report.trials[0].comparison.given)
+
+
+DAMAGES = {
+    "one layer early": ("taps_early", doctored.shift_taps(-1, TAPS)),
+    "one layer late": ("taps_late", doctored.shift_taps(1, TAPS)),
+    "map dropped": ("map_dropped", doctored.drop("d2t", "t2d")),
+    "map dropped, marks left": ("map_dropped", doctored.drop("d2t")),
+    "map of zeros": ("map_dropped", doctored.forget_map("t2d")),
+    "map of zeros, marks left": ("map_dropped", doctored.forget_map()),
+    "map of ids": ("map_absolute", doctored.as_ids(1)),
+    "map of ids, no marks": ("map_absolute", doctored.as_ids(1, "t2d")),
+    "map of offsets taken for ids": ("map_absolute", doctored.as_ids(-1)),
+    "a larger theta": ("rope_theta", doctored.set_theta(500000.0)),
+    "no rope in the config": ("rope_theta", doctored.set_theta(None)),
+    "halves swapped": ("halves_swapped", doctored.swap_halves),
+    "norms swapped": ("norms_swapped", doctored.swap_norms),
+    "another embedding": ("embedding", doctored.bring_embedding),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damage_is_named(case, head, said, tmp_path, monkeypatch, name):
+    damage, change = DAMAGES[name]
+    report = examined(case, doctored.damaged(head, tmp_path / "damaged", change), said, monkeypatch)
+    assert [found for found, _ in report.damages] == [damage], report.verdict
+
+
+@pytest.mark.slow
+def test_post_norm_features_are_named(case, head, said, monkeypatch):
+    """The head run with its outputs normed before they are fed back."""
+    load = head_file.load
+    monkeypatch.setattr(head_file, "load", lambda *args: replace(load(*args), normed=True))
+    report = examined(case, head, said, monkeypatch)
+    assert [found for found, _ in report.damages] == ["post_norm_feature"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale, verdict", [(0.1, "healthy"), (0.8, "weak")])
+def test_noise_is_no_damage(case, head, tmp_path, scale, verdict):
+    report = diagnosis.diagnose(case, f"eagle:{doctored.damaged(head, tmp_path / 'noisy', doctored.add_noise(scale))}")
+    assert report.verdict[0] == verdict, report.verdict
+    assert not report.damages
+
+
+@pytest.mark.slow
+def test_another_template_is_told(case, head, said, monkeypatch):
+    tokenizer = copy.copy(case.target.tokenizer)
+    tokenizer.chat_template = LLAMA2
+    asked = replace(case, target=replace(case.target, tokenizer=tokenizer))
+    report = examined(asked, head, said, monkeypatch)
+    assert report.verdict[0] == "wrong_template", report.verdict
