@@ -1,6 +1,6 @@
 """A prepared engine and the host loop over it: policy is schedule.py's, arithmetic is step.py's, this connects them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -165,7 +165,7 @@ def trace_header(engine: Engine, requests: Sequence[Request], prompt: Sequence[i
     )
 
 
-def serve(engine: Engine, requests: Sequence[Request]) -> Iterator[Update]:
+def serve(engine: Engine, requests: Sequence[Request]) -> Generator[Update, None, None]:
     """Run requests to their end, yielding what each step did. Leaves the engine empty, however it is left.
 
     Where the engine reads behind, the next step is issued before the last one is read, unless someone comes or goes:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -139,17 +139,19 @@ def _chunks(job: "_Job") -> Iterator[Chunk]:
     for index, completion in enumerate(job.completions):
         if completion.finish_reason:
             yield Chunk(index, [], "", completion.finish_reason, [], [], [], None)
-    for index, update in job.run():
-        yield Chunk(
-            index=index,
-            tokens=update.tokens,
-            text=decoders[index].add(spoken(update), last=update.finish_reason is not None),
-            finish_reason=update.finish_reason,
-            target_logp=update.target_logp,
-            behaviour_logp=update.behaviour_logp,
-            origin=update.origin,
-            accepted=update.accepted,
-        )
+    # Python 3.12 may close a generator without unwinding it: what it iterates over would go on serving.
+    with contextlib.closing(job.run()) as updates:
+        for index, update in updates:
+            yield Chunk(
+                index=index,
+                tokens=update.tokens,
+                text=decoders[index].add(spoken(update), last=update.finish_reason is not None),
+                finish_reason=update.finish_reason,
+                target_logp=update.target_logp,
+                behaviour_logp=update.behaviour_logp,
+                origin=update.origin,
+                accepted=update.accepted,
+            )
 
 
 def score(model: Model, prompt: Prompt, tokens: Sequence[int], sampling: Sampling | None = None) -> list[float]:
@@ -188,11 +190,11 @@ class _Job:
     completions: list[Completion]
     trace: tracing.File | None
 
-    def run(self) -> Iterator[tuple[int, Update]]:
+    def run(self) -> Generator[tuple[int, Update], None, None]:
         """Serve the requests: the prompt that grew, and by what."""
         with torch.no_grad(), contextlib.ExitStack() as stack:
             writer = stack.enter_context(tracing.Writer(self.trace)) if self.trace else None
-            for update in serve(self.engine, self.requests):
+            for update in stack.enter_context(contextlib.closing(serve(self.engine, self.requests))):
                 record = self._round(update, writer.file) if writer else None
                 prompt = self.origin[update.index]
                 completion = self.completions[prompt]

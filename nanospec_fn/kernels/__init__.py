@@ -102,9 +102,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def angles(position: Tensor, freq: Tensor) -> tuple[Tensor, Tensor]:
     """cos, sin [n, D/2] fp32 of position [n] times freq [D/2] fp32, in radians."""
     if on_device(position):
-        from nanospec_fn.kernels import rows
+        from nanospec_fn.kernels import gpu
 
-        return rows.angles(position, freq)
+        return gpu.angles(position, freq)
     phase = position.float()[:, None] * freq
     return torch.cos(phase), torch.sin(phase)
 

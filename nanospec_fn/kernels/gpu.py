@@ -15,21 +15,45 @@ from nanospec_fn.kernels import attend, gemm, rows, vocab
 
 
 class _Kernel(torch.autograd.Function):
-    """A kernel, and the torch function of the same tensors whose gradient is its own."""
+    """A kernel, and the torch function of the same tensors whose gradient is its own.
+
+    All tensors are arguments, the last `constants` of them without a gradient: what a kernel closed over would reach
+    it as the wrapper of a function transform, which has no memory to read.
+    """
 
     @staticmethod
-    def forward(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def forward(
+        kernel: Callable[..., Tensor], reference: Callable[..., Tensor], constants: int, *inputs: Tensor
+    ) -> Tensor:
         return kernel(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.reference = inputs[1]
-        ctx.save_for_backward(*inputs[2:])
+        ctx.reference, ctx.constants = inputs[1:3]
+        ctx.save_for_backward(*inputs[3:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        pull = torch.func.vjp(ctx.reference, *ctx.saved_tensors)[1]
-        return None, None, *pull(grad)
+        n = len(ctx.saved_tensors) - ctx.constants
+        fixed = ctx.saved_tensors[n:]
+        pull = torch.func.vjp(lambda *inputs: ctx.reference(*inputs, *fixed), *ctx.saved_tensors[:n])[1]
+        return None, None, None, *pull(grad), *([None] * ctx.constants)
+
+
+class _Angles(torch.autograd.Function):
+    """`rows.angles`, which nothing is differentiated through."""
+
+    @staticmethod
+    def forward(position: Tensor, freq: Tensor) -> tuple[Tensor, Tensor]:
+        return rows.angles(position, freq)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        return None, None
 
 
 class _Linear(torch.autograd.Function):
@@ -50,8 +74,10 @@ class _Linear(torch.autograd.Function):
         return grad @ w, grad.t() @ x, None
 
 
-def _run(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    return _Kernel.apply(kernel, reference, *inputs) if torch.is_grad_enabled() else kernel(*inputs)
+def _run(
+    kernel: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor, constants: int = 0
+) -> Tensor:
+    return _Kernel.apply(kernel, reference, constants, *inputs) if torch.is_grad_enabled() else kernel(*inputs)
 
 
 def linear(x: Tensor, w: Tensor, residual: Tensor | None, dtype: torch.dtype | None) -> Tensor:
@@ -86,12 +112,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    def reference(x: Tensor) -> Tensor:
+    def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         a, b = x.float().chunk(2, dim=-1)
         c, s = cos[:, None], sin[:, None]
         return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
 
-    return _run(partial(rows.rope, cos=cos, sin=sin), reference, x)
+    return _run(rows.rope, reference, x, cos, sin, constants=2)
+
+
+def angles(position: Tensor, freq: Tensor) -> tuple[Tensor, Tensor]:
+    return _Angles.apply(position, freq) if torch.is_grad_enabled() else rows.angles(position, freq)
 
 
 def log_sum_exp(x: Tensor) -> Tensor:
