@@ -151,14 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
 def load(args: argparse.Namespace, count: int) -> Task:
     """Model, draft and the first `count` prompts."""
     texts = prompts.load(args.prompts, count)
-    if args.like:
-        small = ns.load(args.model, device="cpu", dtype="fp32")
-        name, draft = arguments.load_draft(args.draft, small)
-        device = "cuda" if args.device == "auto" else args.device
-        model, draft = widen.widen_params(small, args.like, draft, device=device)
-    else:
-        model = ns.load(args.model, device=args.device)
-        name, draft = arguments.load_draft(args.draft, model)
+    model, name, draft = widen.load(args.model, args.draft, args.like, args.device)
     if draft is None:
         raise ValueError(f"argument --draft: a draft is needed, got {name}")
     requests = [chat.encode(model.tokenizer, text) for text in texts]

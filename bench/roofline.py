@@ -103,15 +103,11 @@ def plan(args: argparse.Namespace, shapes: Sequence[ns.Speculation]) -> tuple[It
     for bs in args.bs:
         ns.EngineConfig(max_slots=bs, attend=args.backend).validate()
     texts = prompts.load(args.prompts, args.limit) if shapes and args.accepted is None else []
-    model = ns.load(args.model, device=args.device, dtype="fp32" if args.like else "auto")
-    name, draft = arguments.load_draft(args.draft if shapes else "none", model)
+    model, name, draft = widen.load(args.model, args.draft if shapes else "none", args.like, args.device)
     if shapes and draft is None:
         raise ValueError(
             "argument --draft: a draft is needed for trees, got none; an empty --shape measures plain rounds"
         )
-    if args.like:
-        dtype = torch.bfloat16 if model.params.embed.is_cuda else torch.float32
-        model, draft = widen.widen_params(model, args.like, draft, dtype=dtype)
     for shape in shapes:
         ns.build(model, draft=draft, speculation=shape)
     longest = max(rounds.most_tokens(spec, args.context, args.repeats) for spec in (None, *shapes))

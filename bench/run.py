@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import nanospec_fn as ns
-from bench import apart, isolated, measure, peers, prompts, records
+from bench import apart, isolated, measure, peers, prompts, records, widen
 from bench.measure import Engine
 from nanospec_fn import arguments, chat, weights
 
@@ -77,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=3600,
         help="of a process of vllm or sglang: one batch size, every run (%(default)s)",
     )
+    parser.add_argument("--like", metavar="SHAPE", help="widen model and head in memory first, see bench.widen")
     parser.add_argument("--no-check", action="store_true", help="leave `identical` null: plain decoding is not run")
     arguments.add_engine(parser)
     return parser
@@ -130,6 +131,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if "transformers" in args.engine and args.config != "nospec":
         parser.error(f"argument --config: transformers is measured without a draft, got {args.config}")
     for name in set(args.engine) & set(apart.MODULE):
+        if args.like:
+            parser.error(f"argument --like: {name} loads a folder: write one with bench.widen")
         if len(args.engine) > 1:
             parser.error(f"argument engine: {name} wants the device to itself: measure it alone")
         if importlib.util.find_spec(name) is None:
@@ -141,10 +144,9 @@ def plan(args: argparse.Namespace, texts: list[str], speculation: ns.Speculation
 
     Errors: as `ns.load` and `ns.load_draft`, ValueError for a config without its draft; all before any row.
     """
-    model = ns.load(args.model, device=args.device)
+    model, name, draft = widen.load(args.model, args.draft if speculation else "none", args.like, args.device)
     if args.gemm:
         model = dataclasses.replace(model, cfg=dataclasses.replace(model.cfg, gemm=args.gemm))
-    name, draft = arguments.load_draft(args.draft if speculation else "none", model)
     if speculation and draft is None:
         raise ValueError(f"argument --draft: {args.config} needs a draft, got none")
     engine = ns.EngineConfig(attend=args.backend)

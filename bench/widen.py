@@ -92,6 +92,20 @@ def widen_params(
     return ns.Model(p.cfg, params, small.tokenizer, p.name), widen_draft(p)
 
 
+def load(model: str, draft: str, like: str | None, device: str) -> tuple[ns.Model, str, ns.Draft | None]:
+    """A model, a draft's name with "auto" resolved, and the draft, both widened in memory where `like` names a shape.
+
+    Errors: as `ns.load`, `ns.load_draft` and `widen_params`.
+    """
+    small = ns.load(model, device=device, dtype="fp32" if like else "auto")
+    name, head = arguments.load_draft(draft, small)
+    if not like:
+        return small, name, head
+    dtype = torch.bfloat16 if small.params.embed.is_cuda else torch.float32
+    wide_model, wide_head = widen_params(small, like, head, dtype=dtype)
+    return wide_model, name, wide_head
+
+
 def widen_draft(p: Plan) -> ns.Draft | None:
     """The wide head of a plan that has one."""
     if p.draft is None:

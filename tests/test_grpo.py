@@ -283,7 +283,7 @@ def test_a_kill_signal_leaves_a_run_to_go_on_from(folder, tmp_path):
         f"--model {folder} --device cpu --steps 6 --prompts 2 --group 3 --max-tokens 6 --lr 1e-2 --save-every 1 --quiet"
     )
     command = [sys.executable, "-m", "rl.grpo", *text.split(), *POWER.split(), "--resume", "--out"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     log = tmp_path / "a/log.jsonl"
     for wanted in (2, 4):
         process = subprocess.Popen([*command, str(tmp_path / "a")], env=environment)

@@ -19,7 +19,7 @@ from tests import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = "--device cpu --prompts 4 --group 3 --max-tokens 6 --lr 1e-2 --save-every 1 --quiet"
 POWER = "--draft frozen --acceptance power --alpha 0.3 --correction m2po --draft-refresh 2"
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 @pytest.fixture(scope="module")

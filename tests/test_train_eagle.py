@@ -298,7 +298,7 @@ def test_a_kill_signal_leaves_a_state_to_go_on_from(target, data, folder, tmp_pa
     options = f"--model {folder} --device cpu --data {made} --taps 1 3 5 --max-len 40 --batch 8 --held-out 4 --unroll 3"
     options += " --draft-vocab 96 --quiet --steps 14 --save-every 1 --log-every 1"
     command = [sys.executable, "-m", "rl.train_eagle", *options.split()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([*command, "--out", str(tmp_path / "a")], env=environment)
     log = tmp_path / "a/log.jsonl"
     while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 4):

@@ -54,7 +54,7 @@ def test_peak_memory_is_weights_and_pool_and_little_more(variants):
     ns.generate(model, prompts(70, model.cfg.vocab_size, 300), sampling(70, 24), engine=engine)
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < pool + 2 * GIB, f"{(peak - pool) / GIB:.2f} GiB beside the pool"
-    assert engine.round.captures > 3
+    assert engine.round.captures > (3 if variants == "auto" else 1)
 
 
 @pytest.mark.parametrize("draft, spec", [("none", None), ("near", CHAIN), ("near", TREE), ("ngram", TREE)])
