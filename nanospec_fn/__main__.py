@@ -1,4 +1,4 @@
-"""The command line: `python -m nanospec_fn generate "PROMPT"`; doctor.py, replay.py and kl_command.py hold theirs."""
+"""The command line: `python -m nanospec_fn generate "PROMPT"`; the other commands are in files of their own."""
 
 import argparse
 import contextlib
@@ -12,7 +12,8 @@ from array import array
 from collections.abc import Iterator
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, chat, doctor, kl_command, picture_command, replay, trace, view
+from nanospec_fn import arguments, chat, kl_command, picture_command, replay, trace, view
+from nanospec_fn.doctor import command as doctor
 from nanospec_fn.program import VARIANTS
 
 DIM, RESET = "\033[2m", "\033[0m"

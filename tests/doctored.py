@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanospec_fn import chat, kernels, rehearsal, templates
+from nanospec_fn import chat, kernels, rehearsal
+from nanospec_fn.doctor import templates
 from rl import train_eagle
 from tests import tiny
 

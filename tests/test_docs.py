@@ -141,9 +141,9 @@ def test_readme_lists_every_file_in_import_order():
     named = re.findall(r"\b(\w+)\.py\b", layout[: layout.index("bench/")])
     top = [name for name in named if (ROOT / "nanospec_fn" / f"{name}.py").exists()]
     assert top == sorted(top, key=ORDER.index)
-    folders = ("nanospec_fn", "nanospec_fn/kernels", "rl", "bench")
+    folders = ("nanospec_fn", "nanospec_fn/kernels", "nanospec_fn/doctor", "rl", "bench")
     there = {path.name for folder in folders for path in (ROOT / folder).glob("*.py")} - {"__init__.py"}
-    assert set(re.findall(r"\w+\.py\b", layout)) == {*there, "test_architecture.py"}
+    assert set(re.findall(r"\w+\.py\b", layout)) == {*there, "modal_app.py", "test_architecture.py"}
     assert set(re.findall(r"[\w-]+\.md\b", layout)) >= {path.name for path in (ROOT / "docs").glob("*.md")}
     assert len(README.splitlines()) <= 150
 

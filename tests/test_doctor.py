@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import nanospec_fn as ns
-from nanospec_fn import chat, diagnosis, examine, head_file, repairs
+from nanospec_fn import chat
 from nanospec_fn.__main__ import main
-from nanospec_fn.diagnosis import Case
-from nanospec_fn.verdict import Report
+from nanospec_fn.doctor import diagnosis, examine, head_file, repairs
+from nanospec_fn.doctor.diagnosis import Case
+from nanospec_fn.doctor.verdict import Report
 from tests import doctored, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 import nanospec_fn as ns
-from nanospec_fn import diagnosis, doctor, draft_model, eagle, head_file
-from nanospec_fn.diagnosis import Case
-from nanospec_fn.verdict import Report
+from nanospec_fn import draft_model, eagle
+from nanospec_fn.doctor import command, diagnosis, head_file
+from nanospec_fn.doctor.diagnosis import Case
+from nanospec_fn.doctor.verdict import Report
 from tests import doctored
 
 pytestmark = pytest.mark.smollm2
@@ -22,7 +23,7 @@ LLAMA2 = "{% for m in messages %}[INST] {{ m['content'] }} [/INST]{% endfor %}"
 
 @pytest.fixture(scope="module")
 def case(smollm2) -> Case:
-    return Case(smollm2, doctor.PROMPTS, max_tokens=64)
+    return Case(smollm2, command.PROMPTS, max_tokens=64)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def examined(case: Case, folder, said: list[ns.Completion], monkeypatch) -> Repo
 
 def test_the_shipped_head_is_healthy(smollm2):
     """On half of the prompts. The engine's rounds are the rehearsal's to the last one."""
-    report = diagnosis.diagnose(Case(smollm2, doctor.PROMPTS[::2], max_tokens=48), "eagle")
+    report = diagnosis.diagnose(Case(smollm2, command.PROMPTS[::2], max_tokens=48), "eagle")
     assert report.verdict[0] == "healthy", report.verdict
     assert report.accepted_length == pytest.approx(report.trials[0].comparison.given)
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, chat, diagnosis, examine, weights
-from nanospec_fn.diagnosis import Case
-from nanospec_fn.verdict import Report
+from nanospec_fn import arguments, chat, weights
+from nanospec_fn.doctor import diagnosis, examine
+from nanospec_fn.doctor.diagnosis import Case
+from nanospec_fn.doctor.verdict import Report
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",

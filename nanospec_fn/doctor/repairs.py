@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanospec_fn import examine, head_file, struct
-from nanospec_fn.examine import Subject
+from nanospec_fn import struct
+from nanospec_fn.doctor import examine, head_file
+from nanospec_fn.doctor.examine import Subject
 from nanospec_fn.model import Model, Rope
 
 THETAS = (10000.0, 100000.0, 500000.0, 1000000.0)  # of public heads and targets; 10000 is a config's silence

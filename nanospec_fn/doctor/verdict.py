@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from nanospec_fn.examine import Comparison
+from nanospec_fn.doctor.examine import Comparison
 
 HEALTHY = 2.0  # tokens a round of a chain of examine.DEPTH, the bonus counted: below, a draft hardly pays for itself
 CHANCE = 1e-8  # of a majority by luck, under which a way counts as better

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 import nanospec_fn as ns
-from nanospec_fn import chat, checkpoint, draft_model, examine, head_file, repairs, templates
-from nanospec_fn.examine import Comparison, Marks, Subject, View
-from nanospec_fn.head_file import HeadFile
-from nanospec_fn.repairs import Repair
-from nanospec_fn.templates import Preference
-from nanospec_fn.verdict import LIFT, Report, Trial, evidence, helps
+from nanospec_fn import chat, checkpoint, draft_model
+from nanospec_fn.doctor import examine, head_file, repairs, templates
+from nanospec_fn.doctor.examine import Comparison, Marks, Subject, View
+from nanospec_fn.doctor.head_file import HeadFile
+from nanospec_fn.doctor.repairs import Repair
+from nanospec_fn.doctor.templates import Preference
+from nanospec_fn.doctor.verdict import LIFT, Report, Trial, evidence, helps
 
 TOGETHER = 3  # damages of one head that are told apart
 SAMPLE = 8  # prompts that templates are judged on

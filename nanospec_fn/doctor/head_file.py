@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanospec_fn import checkpoint, config, eagle, weights
 from nanospec_fn.checkpoint import Stored
-from nanospec_fn.examine import Subject
+from nanospec_fn.doctor.examine import Subject
 from nanospec_fn.model import Model, Rope
 
 READ = {  # the ways of `readings`, in words
