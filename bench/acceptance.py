@@ -28,7 +28,7 @@ def measure(
     temperature: float = 0.0,
     max_tokens: int = 256,
     max_slots: int = 16,
-    capture: str = "auto",
+    attend: str = "auto",
     progress: bool = False,
 ) -> dict[str, Any]:
     """Complete token-id prompts, prompt i with seed i.
@@ -39,7 +39,7 @@ def measure(
     model = replace(model, tokenizer=None)
     # Off the CPU attention reads the whole page table: one for the longest request saves most of the time.
     longest = max(map(len, requests)) + max_tokens
-    engine = ns.EngineConfig(max_slots=max_slots, max_context=longest, capture=capture)
+    engine = ns.EngineConfig(max_slots=max_slots, max_context=longest, attend=attend)
     sampling = [ns.Sampling(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(requests))]
     start = time.perf_counter()
     out = ns.generate(model, requests, sampling, draft=draft, speculation=speculation, engine=engine, progress=progress)
@@ -67,6 +67,13 @@ def shape(text: str) -> ns.Speculation:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
     return speculation
+
+
+def name_of(spec: ns.Speculation | None) -> str:
+    """A shape as --shape writes it, "plain" for no tree."""
+    if spec is None:
+        return "plain"
+    return f"{spec.top_k}x{spec.depth}" + (f"x{spec.nodes}" if spec.nodes < spec.lookahead else "")
 
 
 def temperature(text: str) -> float:
@@ -113,13 +120,14 @@ def main(argv: list[str] | None = None) -> int:
         for one in args.shape:
             speculation = replace(one, coupled=args.coupled)
             found = measure(
-                model, draft, requests, speculation, args.temperature, args.max_tokens, args.bs, progress=True
+                model, draft, requests, speculation, args.temperature, args.max_tokens, args.bs, args.backend, True
             )
             line = arguments.json_line(
                 {"model": model.name, "draft": name, "prompt_set": args.prompts, "prompts": len(texts)}
                 | {"top_k": one.top_k, "depth": one.depth, "num_nodes": speculation.nodes, "coupled": args.coupled}
                 | {"temperature": args.temperature, "max_tokens": args.max_tokens}
                 | {"device": str(model.params.embed.device), "dtype": str(model.params.embed.dtype)}
+                | {"attend": args.backend}
                 | found
             )
             print(line, flush=True)

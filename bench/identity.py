@@ -41,6 +41,7 @@ class Task:
     draft: ns.Draft
     name: str  # of the draft
     requests: list[list[int]]
+    attend: str
 
 
 def work(text: str) -> Work:
@@ -59,6 +60,7 @@ def complete(
     config = ns.EngineConfig(
         max_slots=one.bs,
         max_context=max(map(len, requests)) + one.tokens,
+        attend=task.attend,
         capture="off" if one.eager else "auto",
     )
     engine = ns.prepare(task.model, task.draft if spec else None, config, spec)
@@ -92,7 +94,7 @@ def compare(
             out, seconds = complete(task, one, spec, temperature)
             rounds = sum(len(o.accepted) for o in out)
             tokens = sum(len(o.tokens) for o in out)
-            row = dataclasses.asdict(one) | {"shape": name_of(spec), "temperature": temperature}
+            row = dataclasses.asdict(one) | {"shape": acceptance.name_of(spec), "temperature": temperature}
             row |= {"out_tokens": tokens, "tok_s": tokens / seconds, "mean_accepted_len": ns.mean_accepted_len(out)}
             row |= {"request_rounds": rounds, "seconds": seconds}
             if not reference:
@@ -109,11 +111,6 @@ def differing_scores(task: Task, out: Sequence[ns.Completion], temperature: floa
         ns.score(task.model, task.requests[i], o.tokens, ns.Sampling(temperature=temperature, seed=i)) != o.target_logp
         for i, o in enumerate(out)
     )
-
-
-def name_of(spec: ns.Speculation | None) -> str:
-    """A shape as --shape writes it."""
-    return f"{spec.top_k}x{spec.depth}" if spec else PLAIN
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -155,7 +152,7 @@ def load(args: argparse.Namespace, count: int) -> Task:
     if draft is None:
         raise ValueError(f"argument --draft: a draft is needed, got {name}")
     requests = [chat.encode(model.tokenizer, text) for text in texts]
-    return Task(dataclasses.replace(model, tokenizer=None), draft, name, requests)
+    return Task(dataclasses.replace(model, tokenizer=None), draft, name, requests, args.backend)
 
 
 @torch.no_grad()
@@ -170,6 +167,7 @@ def main(argv: list[str] | None = None) -> int:
         task = load(args, max(one.prompts for one in works))
         weight = task.model.params.embed
         about = {"model": task.model.name, "draft": task.name, "prompt_set": args.prompts, "dtype": str(weight.dtype)}
+        about |= {"attend": task.attend}
         about |= {"gpu": torch.cuda.get_device_name(weight.device) if weight.is_cuda else "cpu"}
         about |= {"torch": torch.__version__, "commit": revision.commit()}
         for temperature in args.temperature:

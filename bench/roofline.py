@@ -152,7 +152,8 @@ def measured(
         if accepted is None:
             assert draft is not None
             slots = min(len(requests), 8)
-            found = acceptance.measure(model, draft, requests, shape, max_tokens=args.max_tokens, max_slots=slots)
+            sizes = {"max_tokens": args.max_tokens, "max_slots": slots, "attend": args.backend}
+            found = acceptance.measure(model, draft, requests, shape, **sizes)
             accepted = found["mean_accepted_len"]
             if accepted is None:
                 raise ValueError("argument --max-tokens: no round was run, so nothing is known of acceptance")

@@ -2,8 +2,8 @@
 
 One strict JSON line per (engine, config, batch size, run) is printed and appended to <out>/<engine>-<config>.jsonl; a
 row already in the file is not measured again. Decoding is greedy. Units: see measure.Measured; tok_s counts emitted
-tokens over the whole call, prefill included. vLLM and SGLang are measured alone, each in
-a process of its own, and this one loads no model then.
+tokens over the whole call, prefill included. vLLM and SGLang are measured alone, each in a process of its own, and this
+one loads no model then.
 """
 
 import argparse

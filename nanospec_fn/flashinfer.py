@@ -115,7 +115,7 @@ def tree_mask(rows: Rows, path: Tensor, query: int) -> Tensor:
     return torch.nn.functional.pad(packed, (0, 0, query - r, 0)).to(torch.int32).flatten(0, 1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Planned:
     """The buffers of one shape of pass, which its captured graphs read, and the library's wrappers over them."""
 
@@ -123,15 +123,19 @@ class Planned:
     wrappers: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # by query heads, KV heads, head dim
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FlashInfer:
-    """An `attention.Attend`. Equal to itself alone, as its plans are bound to their buffers."""
+    """An `attention.Attend`, and the one that is not a value: equal to itself alone.
+
+    It keeps, by shape of pass, the library's plans and the buffers that captured graphs read.
+    """
 
     page_size: int
     planned: dict[tuple[Any, ...], Planned] = field(default_factory=dict, repr=False)
     workspace: list[Tensor] = field(default_factory=list, repr=False)  # one, made on first use
 
     def plan(self, rows: Rows, page_table: Tensor, heads: int, kv_heads: int) -> tuple[Rows, Tensor, Planned]:
+        """See `attention.Attend`. The pass's lengths and pages are copied into the buffers of its shape."""
         new = index(rows, page_table, self.page_size)
         tree = isinstance(new.mask, Tensor)
         key = (*rows.position.shape, new.query, page_table.shape[1], tree, page_table.device)

@@ -39,13 +39,6 @@ def init(num_pages: int, device: torch.device | str = "cpu") -> Pages:
     )
 
 
-def init_pool(
-    num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
-) -> Tensor:
-    """One layer's pool [P + 1, 2, S, K, D], the sink included."""
-    return init_pools(1, num_pages, page_size, kv_heads, head_dim, dtype, device)[0]
-
-
 def init_pools(
     layers: int,
     num_pages: int,

@@ -35,9 +35,8 @@ class EngineConfig:
     capture: str = "auto"  # "on": one CUDA graph per step and shape; "off": eager, the state donated; "auto": "on"
     prefill_chunk: int = 512  # most prompt tokens per slot and step
     max_context: int | None = None  # most tokens of a request, prompt included; None, or more: the model's context
-    variants: str = (
-        "fixed"  # every round has the given tree; "auto": the host picks among smaller ones, by measured time
-    )
+    # "fixed": every round has the given tree; "auto": the host picks among smaller ones, by measured time.
+    variants: str = "fixed"
 
     def validate(self) -> None:
         """Errors: ValueError naming the field that is out of range."""
@@ -165,7 +164,10 @@ def pick_attend(engine: EngineConfig, model: model.Model) -> Attend:
 
 @dataclass(frozen=True)
 class Program:
-    """An engine's statics with its steps; holds no state. Every step is pure unless `put` mutates."""
+    """An engine's statics with its steps; holds no state but FlashInfer's plans, where that is the backend.
+
+    Every step is pure unless `put` mutates.
+    """
 
     static: Static
     max_slots: int

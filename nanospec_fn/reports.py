@@ -107,9 +107,8 @@ def unpack(table: Tensor) -> tuple[list[list[int]], list[int], list[float], list
 class Landed:
     """A report that has been read."""
 
-    updates: Iterator[
-        Update
-    ]  # for the caller; made one by one, since thousands at once keep the garbage collector busy
+    # For the caller; made one by one, since thousands at once keep the garbage collector busy.
+    updates: Iterator[Update]
     events: schedule.Events  # for the policy
     accepted: list[int]  # of a round, for each request that goes on: drafted tokens that were right
     milliseconds: float

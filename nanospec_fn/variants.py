@@ -4,17 +4,18 @@ Under rule `exact` no bit of the output depends on the choice, so the driver (en
 variant that promises the most tokens a second: no draft, a short chain, a long one, a tree. Every variant is a function
 of the same state. The rule that explores is deterministic: each variant is measured a few times at each batch size,
 and then again whenever one more round of it costs at most a hundredth of the time since its last (a tenth, while little
-is known of its acceptance).
+is known of its acceptance; a thousandth, where no acceptance could make it win).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-PROBES = (
-    3  # rounds of a variant before its time at a batch size is believed; the first one compiles, and does not count
-)
-PATIENCE = 100  # a probe may take this part of the time since the variant was last run
-HURRY = 10  # the same for one whose acceptance is hardly known
+# Rounds of a variant before its time at a batch size is believed; the first one compiles, and does not count.
+PROBES = 3
+# A variant is measured again once this many times what a round of it takes have passed since its last.
+PATIENCE = 100
+HURRY = 10  # the same where its acceptance is hardly known
+HOPELESS = 1000  # the same where it would lose with everything accepted
 KNOWN = 16  # drafts that were tested, decayed, before it is
 MAX_ROWS = 1024  # of one pass: each is a row of logits, 6 bytes for every entry of the vocabulary
 DECAY = 0.99  # what one more draft of its kind leaves of a draft's weight in the acceptance: about 100 count
@@ -101,7 +102,7 @@ def pick(config: Config, stats: Stats, bucket: int) -> int:
 def _patience(variant: Variant, stats: Stats, time: Time, best: float) -> float:
     """Milliseconds after which a variant that is not the best one is measured again."""
     if (1 + variant.depth) / time.ms <= best:  # it would lose with everything accepted: only its time could change that
-        return 10 * PATIENCE * time.ms
+        return HOPELESS * time.ms
     levels = stats.levels.get(variant.top_k, ())
     known = not variant.depth or (levels and levels[0].reached >= KNOWN)
     return (PATIENCE if known else HURRY) * time.ms

@@ -13,6 +13,7 @@ import torch
 import nanospec_fn as ns
 from rl import policy, ranks
 from rl.ranks import Ranks
+from rl.run_files import RunError
 
 
 @dataclass(frozen=True)
@@ -31,24 +32,24 @@ def served(engine: ns.Engine) -> Served:
 def check(engine: ns.Engine, rank: Ranks, wanted: Served, policy_version: int, draft_version: int) -> None:
     """Before rollouts. Args: wanted: `served` when these versions had been made.
 
-    Errors: RuntimeError where the engine serves other weights, or one rank others than the rest.
+    Errors: RunError where the engine serves other weights, or one rank others than the rest.
     """
     found, step = served(engine), policy_version + 1
     for name, version in (("policy", policy_version), ("draft", draft_version)):
         if getattr(found, name) != getattr(wanted, name):
-            raise RuntimeError(f"step {step}: the engine does not serve {name} version {version}")
+            raise RunError(f"step {step}: the engine does not serve {name} version {version}")
     if len({one.policy for one in ranks.gather(rank, found)}) > 1:
-        raise RuntimeError(f"step {step}: the ranks hold different weights of policy version {policy_version}")
+        raise RunError(f"step {step}: the ranks hold different weights of policy version {policy_version}")
 
 
 def check_bits(engine: ns.Engine, line: Mapping[str, Any]) -> None:
     """After a step, by its line of the log.
 
-    Errors: RuntimeError where fp32 on a CPU, which promises equal bits, gave engine and trainer other log-probs.
+    Errors: RunError where fp32 on a CPU, which promises equal bits, gave engine and trainer other log-probs.
     """
     embed = engine.model.params.embed
     if embed.device.type == "cpu" and embed.dtype == torch.float32 and line["exact_share"] not in (None, 1.0):
-        raise RuntimeError(
+        raise RunError(
             f"step {line['step']}: the engine sampled with other weights than the trainer's: "
             f"{line['exact_share']:.1%} of the tokens have the trainer's log-prob"
         )

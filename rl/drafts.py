@@ -20,8 +20,6 @@ from rl.optimizer import Optimizer
 from rl.policy import Micro, Scored
 from rl.train_eagle import Recipe, TrainState
 
-DECAY = 0.8  # weight of each draft step's loss over the one before, as in rl.train_eagle
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -52,7 +50,7 @@ def trained(draft: ns.Draft, depth: int, optimize: Optimizer, policy: ns.Model) 
     cfg = getattr(draft.method, "cfg", None)
     if not isinstance(cfg, eagle.HeadConfig):
         raise ValueError(f"draft {draft.method.name!r} is no EAGLE-3 head and cannot be trained")
-    return Plan(recipe=Recipe(cfg, depth, DECAY, policy.params.embed.dtype), optimize=optimize)
+    return Plan(recipe=Recipe(cfg, depth, eagle_loss.DECAY, policy.params.embed.dtype), optimize=optimize)
 
 
 def begin(model: ns.Model, draft: ns.Draft | None, plan: Plan, tokens: Tensor) -> DraftState:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import nanospec_fn as ns
 from nanospec_fn import eagle, model, rehearsal, struct
 
+DECAY = 0.8  # weight of each draft step's loss over the one before, as in SpecForge
 CHUNK = 4096  # rows whose logits over the whole vocabulary are in memory at once
 
 
@@ -97,7 +98,7 @@ def loss(
     embed: Tensor,
     head: Tensor | tuple[()],
     batch: Batch,
-    decay: float = 0.8,
+    decay: float = DECAY,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Soft cross-entropy to the target at every step, step j weighted by decay^j.
 

@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("python -m rl.grpo: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
         return 1
-    except RuntimeError as error:
+    except run_files.RunError as error:
         print(f"python -m rl.grpo: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     ranks.stop(rank)

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 import nanospec_fn as ns
 from nanospec_fn import filters, model, struct
 from rl.optimizer import AdamState, Optimizer
+from rl.run_files import RunError
 
 
 @struct.state
@@ -174,11 +175,11 @@ def update(
 ) -> tuple[PolicyState, Tensor]:
     """One AdamW update, written into `served`: the new state and the gradient's norm [] before clipping.
 
-    Errors: RuntimeError for a gradient that is not finite; nothing has changed then.
+    Errors: RunError for a gradient that is not finite; nothing has changed then.
     """
     master, adam, norm = optimize.update(grads, state.adam, state.master)
     if not norm.isfinite():
-        raise RuntimeError("the gradient is not finite")
+        raise RunError("the gradient is not finite")
     return PolicyState(master=publish(served, master), adam=adam), norm
 
 

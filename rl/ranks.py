@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from nanospec_fn import weights
+from rl.run_files import RunError
 
 T = TypeVar("T")
 PATIENCE = timedelta(minutes=30)  # that a rank waits for the others: their rollouts may be longer than its own
@@ -74,7 +75,7 @@ def stop(ranks: Ranks) -> None:
 def gather(ranks: Ranks, thing: T) -> list[T]:
     """Every rank's thing, by rank; on the CPU.
 
-    Errors: RuntimeError naming the ranks that do not answer.
+    Errors: RunError naming the ranks that do not answer.
     """
     if ranks.size == 1:
         return [thing]
@@ -90,7 +91,7 @@ def gather(ranks: Ranks, thing: T) -> list[T]:
 def add_(ranks: Ranks, tree: Any) -> None:
     """Add up every leaf over the ranks, in place.
 
-    Errors: RuntimeError naming the ranks that do not answer.
+    Errors: RunError naming the ranks that do not answer.
     """
     if ranks.size == 1:
         return
@@ -103,22 +104,22 @@ def add_(ranks: Ranks, tree: Any) -> None:
 
 
 def meet(ranks: Ranks, patience: timedelta | None = None) -> None:
-    """Wait until every rank is here. Errors: RuntimeError naming those that do not come."""
+    """Wait until every rank is here. Errors: RunError naming those that do not come."""
     try:
         dist.monitored_barrier(ranks.talk, timeout=patience or ranks.patience, wait_all_ranks=True)
     except RuntimeError as error:
         missing = MISSING.search(str(error))
         said = f"rank {missing[1]} died or does not answer" if missing else first_line(error)
-        raise RuntimeError(f"rank {ranks.rank} of {ranks.size}: {said}") from error
+        raise RunError(f"rank {ranks.rank} of {ranks.size}: {said}") from error
 
 
-def lost(ranks: Ranks, error: RuntimeError) -> RuntimeError:
+def lost(ranks: Ranks, error: RuntimeError) -> RunError:
     """The error of a collective that failed, with the name of who is missing if that can be found out."""
     try:
         meet(ranks, GRACE)
-    except RuntimeError as named:
+    except RunError as named:
         return named
-    return RuntimeError(f"rank {ranks.rank} of {ranks.size}: {first_line(error)}")
+    return RunError(f"rank {ranks.rank} of {ranks.size}: {first_line(error)}")
 
 
 def first_line(error: BaseException) -> str:

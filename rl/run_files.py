@@ -18,6 +18,10 @@ from torch.utils import _pytree as pytree
 from nanospec_fn import arguments, struct
 
 
+class RunError(RuntimeError):
+    """Why a run cannot go on, in words for who started it."""
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A place to write a file to; when the block ends well it is synced and renamed to `path`."""

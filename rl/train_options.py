@@ -8,7 +8,7 @@ import torch
 
 import nanospec_fn as ns
 from nanospec_fn import arguments, eagle
-from rl import rollouts
+from rl import eagle_loss, rollouts
 
 SHORT = 2  # draft steps of the first updates
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,7 +80,9 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--batch", type=arguments.positive, default=32, help="sequences")
     train.add_argument("--unroll", type=arguments.positive, default=5, help="draft steps")
     train.add_argument("--short-steps", type=natural, default=0, help=f"first updates, which unroll {SHORT} steps")
-    train.add_argument("--decay", type=real(0, 1), default=0.8, help="weight of each unroll step over the one before")
+    train.add_argument(
+        "--decay", type=real(0, 1), default=eagle_loss.DECAY, help="weight of each unroll step over the one before"
+    )
     train.add_argument("--lr", type=real(0, 1), default=1e-3, help="peak learning rate")
     train.add_argument("--warmup", type=real(0, 1, True), default=0.05, help="share of the steps")
     train.add_argument("--weight-decay", type=real(0, 1, True), default=0.01)

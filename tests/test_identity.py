@@ -18,7 +18,7 @@ WORKS = [Work(2, 3, 12), Work(1, 2, 6), Work(2, 1, 6, eager=True)]
 @pytest.fixture(scope="module")
 def task() -> Task:
     model = tiny.model()
-    return Task(model, ns.load_draft("frozen", model), "frozen", [[1, 2, 3], [4, 5], [6, 7, 8, 9]])
+    return Task(model, ns.load_draft("frozen", model), "frozen", [[1, 2, 3], [4, 5], [6, 7, 8, 9]], "auto")
 
 
 def test_what_is_compared(task):

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 64  # positions; page sizes divide it
-ALL, SHARED, OWN = 0, 1, 2  # which blocks: all; those that the rows of a slot share; those that each row has for itself
+# Which blocks: all; those that the rows of a slot share; those that each row has for itself.
+ALL, SHARED, OWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -153,7 +154,7 @@ def _attend(
     """
     slot, head = tl.program_id(1) // K, tl.program_id(1) % K
     lane = tl.arange(0, ROWS)
-    if PART == 2:
+    if PART == OWN:
         row, group, live = tl.program_id(0) + lane * 0, lane, lane < G
     else:
         at = tl.program_id(0) * ROWS + lane
@@ -163,9 +164,9 @@ def _attend(
     furthest = tl.max(seen_to, 0)
     stop = (furthest + BLOCK) // BLOCK
     start = 0
-    if PART == 1:
+    if PART == SHARED:
         stop = min(stop, tl.load(base + slot) // BLOCK)
-    if PART == 2:
+    if PART == OWN:
         start = tl.load(base + slot) // BLOCK
 
     d = tl.arange(0, WIDTH)
@@ -175,7 +176,7 @@ def _attend(
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     mass = tl.zeros((ROWS,), tl.float32)
     mix = tl.zeros((ROWS, WIDTH), tl.float32)
-    if PART == 2 and not SPLIT:  # go on from where SHARED stopped
+    if PART == OWN and not SPLIT:  # go on from where SHARED stopped
         top = tl.load(tops + query, mask=live, other=-float("inf"))
         mass = tl.load(masses + query, mask=live, other=0)
         mix = tl.load(mixes + query[:, None] * D + d[None, :], mask=live[:, None] & (d[None, :] < D), other=0)
@@ -187,7 +188,7 @@ def _attend(
         column = block * BLOCK + tl.arange(0, BLOCK)  # positions
         read = column <= furthest
         place = column
-        if PART == 2:
+        if PART == OWN:
             ahead = column - tl.load(base + slot)
             entry = path + (slot * R + tl.program_id(0)) * J + ahead
             place = tl.where(ahead >= 0, tl.load(entry, mask=read & (ahead >= 0), other=0), column)
@@ -208,13 +209,13 @@ def _attend(
     if not SPLIT:
         to = query[:, None] * D + d[None, :]
         mask = live[:, None] & (d[None, :] < D)
-        if PART == 1:
+        if PART == SHARED:
             tl.store(tops + query, top, mask=live)
             tl.store(masses + query, mass, mask=live)
             tl.store(mixes + to, mix, mask=mask)
         else:
             tl.store(out + to, _finish(mass, mix).to(out.dtype.element_ty), mask=mask)
-    elif PART != 1:
+    elif PART != SHARED:
         tl.debug_barrier()  # this program's shares are stored; the atomic publishes them and brings in the others'
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == tl.num_programs(2) - 1:
@@ -296,10 +297,10 @@ def attend(
 
     most = min(blocks, max(1, 1024 // (b * kv_heads * tiles)))
     if tree:
-        run(SHARED, tiles, rows, most)
-        run(OWN, r, own_rows, triton.cdiv(BLOCK - 1 + ancestors.shape[-1], BLOCK))
+        run(SHARED.value, tiles, rows, most)
+        run(OWN.value, r, own_rows, triton.cdiv(BLOCK - 1 + ancestors.shape[-1], BLOCK))
     else:
-        run(ALL, tiles, rows, most)
+        run(ALL.value, tiles, rows, most)
     return out
 
 

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+SMS = 132  # of an H100 and an H200
+
 
 class Tile(NamedTuple):
     """A launch's shape: rows, columns and depth of a program's tile, and how it runs."""
@@ -158,20 +160,22 @@ def _many_rows_copied(
         _store_wide(out, residual, acc, row_tile, col_tile, n, N, ROWS, COLS, ADD, PAIR)
 
 
-def pick_tile(n: int, outer: int) -> Tile:
-    """The launch for x [n, K] @ w [outer, K]^T; of no consequence for the bits.
+def pick_tile(n: int, outer: int, dtype: torch.dtype) -> Tile:
+    """The launch for x [n, K] @ w [outer, K]^T of a dtype; of no consequence for the bits.
 
     Source: swept on an H200 over the shapes of Llama-3.1-8B (docs/performance.md).
     """
+    if dtype == torch.float32:  # twice the bytes, and no tensor core: small tiles
+        return Tile(16, 32, 32, 4, 2) if n <= 64 else Tile(64, 64, 32, 4, 2)
     narrow, many = outer <= 4096, outer >= 16384
     if n > 1024:
         return Tile(128, 256, 64, 8, 3)
     if n > 64:  # the copy engine, and one program an SM that stays
         if many:
-            return Tile(128, 256, 64, 8, 4 if n <= 256 else 3, "tma", 132)
+            return Tile(128, 256, 64, 8, 4 if n <= 256 else 3, "tma", SMS)
         if n <= 128 or (n <= 256 and narrow):
-            return Tile(64, 128, 64, 4, 5, "tma", 132)
-        return Tile(128, 128, 64, 4, 4, "tma", 132) if n <= 512 else Tile(128, 256, 64, 8, 4, "tma", 132)
+            return Tile(64, 128, 64, 4, 5, "tma", SMS)
+        return Tile(128, 128, 64, 4, 4, "tma", SMS) if n <= 512 else Tile(128, 256, 64, 8, 4, "tma", SMS)
     if n > 32 and many:
         return Tile(64, 128, 64, 8, 5)
     rows = 16 if n <= 16 else 32 if n <= 32 or narrow else 64
@@ -198,9 +202,7 @@ def linear(
     out = torch.empty(n, outer, dtype=dtype or x.dtype, device=x.device)
     if not n:
         return out
-    tile = tile or pick_tile(n, w.shape[0])
-    if x.dtype == torch.float32:  # twice the bytes, and no tensor core: small tiles
-        tile = Tile(16, 32, 32, 4, 2) if n <= 64 else Tile(64, 64, 32, 4, 2)
+    tile = tile or pick_tile(n, w.shape[0], x.dtype)
     tiles = triton.cdiv(n, tile.rows) * triton.cdiv(outer, tile.cols // 2 if gated else tile.cols)
     result = (out, out if residual is None else residual.contiguous(), n, outer, inner)
     launch = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
