@@ -49,7 +49,8 @@ def work(text: str) -> Work:
     sizes = text.replace(":", "x").split("x")
     if len(sizes) != 3 or not all(part.isascii() and part.isdecimal() and int(part) for part in sizes):
         raise argparse.ArgumentTypeError(f"must be BS:PROMPTSxTOKENS, got {text!r}")
-    return Work(*map(int, sizes))
+    bs, count, tokens = map(int, sizes)
+    return Work(bs, count, tokens)
 
 
 def complete(

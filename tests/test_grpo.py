@@ -48,7 +48,7 @@ def train(model: Path, out: Path, more: str = "", steps: int = 3, on=lambda what
 
 
 def lines_of(out: Path) -> list[dict]:
-    """The steps of a log, which has to be strict JSON."""
+    """The steps of a log, which has to be strict JSON (C19)."""
 
     def refuse(constant: str):
         raise AssertionError(f"{constant} is not JSON")
