@@ -15,7 +15,7 @@ from nanospec_fn.doctor.diagnosis import Case
 from nanospec_fn.doctor.verdict import Report
 from tests import doctored
 
-pytestmark = pytest.mark.smollm2
+pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
 
 TAPS = eagle.default_taps(30)
 LLAMA2 = "{% for m in messages %}[INST] {{ m['content'] }} [/INST]{% endfor %}"
@@ -44,9 +44,9 @@ def examined(case: Case, folder, said: list[ns.Completion], monkeypatch) -> Repo
     return diagnosis.diagnose(case, f"eagle:{folder}")
 
 
-def test_the_shipped_head_is_healthy(smollm2):
-    """On half of the prompts. The engine's rounds are the rehearsal's to the last one."""
-    report = diagnosis.diagnose(Case(smollm2, command.PROMPTS[::2], max_tokens=48), "eagle")
+def test_the_shipped_head_is_healthy(case):
+    """The engine's rounds are the rehearsal's to the last one."""
+    report = diagnosis.diagnose(case, "eagle")
     assert report.verdict[0] == "healthy", report.verdict
     assert report.accepted_length == pytest.approx(report.trials[0].comparison.given)
 
@@ -69,7 +69,6 @@ DAMAGES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damage_is_named(case, head, said, tmp_path, monkeypatch, name):
     damage, change = DAMAGES[name]
@@ -77,7 +76,6 @@ def test_a_damage_is_named(case, head, said, tmp_path, monkeypatch, name):
     assert [found for found, _ in report.damages] == [damage], report.verdict
 
 
-@pytest.mark.slow
 def test_post_norm_features_are_named(case, head, said, monkeypatch):
     """The head run with its outputs normed before they are fed back."""
     load = head_file.load
@@ -86,7 +84,6 @@ def test_post_norm_features_are_named(case, head, said, monkeypatch):
     assert [found for found, _ in report.damages] == ["post_norm_feature"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scale, verdict", [(0.1, "healthy"), (0.8, "weak")])
 def test_noise_is_no_damage(case, head, tmp_path, scale, verdict):
     report = diagnosis.diagnose(case, f"eagle:{doctored.damaged(head, tmp_path / 'noisy', doctored.add_noise(scale))}")
@@ -94,7 +91,6 @@ def test_noise_is_no_damage(case, head, tmp_path, scale, verdict):
     assert not report.damages
 
 
-@pytest.mark.slow
 def test_another_template_is_told(case, head, said, monkeypatch):
     tokenizer = copy.copy(case.target.tokenizer)
     tokenizer.chat_template = LLAMA2
