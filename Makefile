@@ -13,7 +13,7 @@ demo: $(VENV)/installed
 	$(VENV)/bin/python -m nanospec_fn generate "$(PROMPT)" --max-tokens 96 --compare
 
 test: $(VENV)/installed-test
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile
 
 install: $(VENV)/installed-test
 

@@ -167,7 +167,7 @@ def fit(
             line = {name: value.tolist() for name, value in info.items()}
             line["lr"] = schedule(train.adam.count - 1).tolist()
             if not torch.isfinite(info["grad"]):
-                raise RuntimeError(f"step {step}: the gradient is not finite")
+                raise run_files.RunError(f"step {step}: the gradient is not finite")
         if held_out and (last or (step + 1) % args.eval_every == 0):
             line["held_out"] = evaluate(target, recipe, train, data, held_out, args)
         if line:
@@ -256,7 +256,9 @@ def main(argv: list[str] | None = None) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         data = make_data(target, args)
         fit(target, data, args)
-    except (ValueError, FileNotFoundError) as error:
+    except run_files.RunError as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     return 0
 

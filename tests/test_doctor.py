@@ -80,7 +80,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+GATED = ("one layer early", "map dropped", "map of ids", "halves swapped")  # the others take minutes
+
+
+@pytest.mark.parametrize("name", [n if n in GATED else pytest.param(n, marks=pytest.mark.slow) for n in DAMAGES])
 def test_a_damage_is_named(target, head, tmp_path, name):
     """Catches: a damage that is taken for another or for a weak head."""
     damage, change = DAMAGES[name]
@@ -89,6 +92,7 @@ def test_a_damage_is_named(target, head, tmp_path, name):
     assert [found for found, _ in report.damages] == [damage]
 
 
+@pytest.mark.slow
 def test_post_norm_features_are_named(target, target_folder, tmp_path, monkeypatch):
     """A head that was trained on normed outputs of its own, and is now fed with plain ones."""
     with monkeypatch.context() as patch:
@@ -97,6 +101,7 @@ def test_post_norm_features_are_named(target, target_folder, tmp_path, monkeypat
     assert examined(target, trained).verdict[0] == "post_norm_feature"
 
 
+@pytest.mark.slow
 def test_two_damages_are_both_named(target, head, tmp_path):
     early = doctored.damaged(head, tmp_path / "early", doctored.shift_taps(-1))
     both = doctored.damaged(early, tmp_path / "both", doctored.swap_halves)
@@ -104,7 +109,9 @@ def test_two_damages_are_both_named(target, head, tmp_path):
     assert {damage for damage, _ in report.damages} == {"taps_early", "halves_swapped"}
 
 
-@pytest.mark.parametrize("name", ["half trained", "one step", "noise"])
+@pytest.mark.parametrize(
+    "name", ["one step", *(pytest.param(n, marks=pytest.mark.slow) for n in ("half trained", "noise"))]
+)
 def test_a_weak_head_is_only_weak(target, target_folder, head, tmp_path, name):
     """Catches: a cause found where there is none, which a head far from its best invites most."""
     if name == "noise":
@@ -117,6 +124,7 @@ def test_a_weak_head_is_only_weak(target, target_folder, head, tmp_path, name):
     assert not report.damages
 
 
+@pytest.mark.slow
 def test_a_little_noise_is_no_damage(target, head, tmp_path):
     report = examined(target, doctored.damaged(head, tmp_path / "noisy", doctored.add_noise(0.02)))
     assert report.verdict[0] == "healthy", report.verdict
@@ -127,6 +135,7 @@ def with_template(target: ns.Model, template: str | None) -> ns.Model:
 
 
 @pytest.mark.parametrize("template", [ZEPHYR, BRACKETS, None], ids=["another", "one of its own", "none"])
+@pytest.mark.slow
 def test_a_target_prompted_with_another_template_is_told(target, head, template):
     """The target itself knows ChatML; the head is measured with that one."""
     report = examined(with_template(target, template), head)

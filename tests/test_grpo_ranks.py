@@ -62,6 +62,7 @@ def test_two_ranks_are_one_run(folder, tmp_path):
         assert (a[name].double() - b[name].double()).abs().max() < 1e-4, name
 
 
+@pytest.mark.slow
 def test_a_dead_rank_ends_the_run_with_its_name(folder, tmp_path):
     """Without torchrun's own watch: rank 1 is killed in the middle, and rank 0 says so and ends."""
     with socket.socket() as probe:
