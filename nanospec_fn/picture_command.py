@@ -82,7 +82,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse, before anything is read, what cannot be combined or written."""
-    if args.out is not None and args.out.exists() and args.file.exists() and args.out.samefile(args.file):
+    if args.out is not None and os.path.abspath(args.out) == os.path.abspath(args.file):
         parser.error(f"argument --out: {args.out} is the trace itself")
     if args.acceptance and args.round is not None:
         parser.error("argument --round: not allowed with --acceptance")

@@ -509,3 +509,13 @@ def test_a_picture_is_written_whole_or_not_at_all(made, tmp_path, capsys, monkey
     assert (code, out) == (1, "")
     assert "x.svg cannot be written: No space left on device" in err
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("x.svg", "older")]
+
+
+def test_a_picture_does_not_replace_its_trace(tmp_path, capsys):
+    """Bug: `picture X --out X`: the run is gone, and what is left is a picture of it."""
+    trace = tmp_path / "run.jsonl"
+    trace.write_text("a run\n")
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["picture", str(trace), "--out", str(trace)])
+    assert "is the trace itself" in capsys.readouterr().err
+    assert trace.read_text() == "a run\n"
