@@ -148,8 +148,9 @@ def write_target(p: Plan, folder: Path) -> None:
         where |= dict.fromkeys(tensors, name)
         total += sum(x.numel() * x.element_size() for x in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": where}
-    if p.small.tokenizer is not None:
-        p.small.tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
+    tokenizer: Any = p.small.tokenizer
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
     write_json(folder / "model.safetensors.index.json", index)
     write_json(folder / "config.json", raw)
 

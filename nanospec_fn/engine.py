@@ -212,7 +212,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Generator[Update, None
                 facts = landed.events
                 engine.observe(due, landed, not lossy.isdisjoint(due.requests.values()))
                 for update in landed.updates:
-                    emitted[update.index] += update.tokens
+                    emitted[update.request] += update.tokens
                     yield update
             events = told.then(facts)
             if flying and flying.prefill:

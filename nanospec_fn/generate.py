@@ -196,7 +196,7 @@ class _Job:
             writer = stack.enter_context(tracing.Writer(self.trace)) if self.trace else None
             for update in stack.enter_context(contextlib.closing(serve(self.engine, self.requests))):
                 record = self._round(update, writer.file) if writer else None
-                prompt = self.origin[update.index]
+                prompt = self.origin[update.request]
                 completion = self.completions[prompt]
                 completion.add(update)
                 if update.finish_reason:
@@ -213,13 +213,13 @@ class _Job:
     def _round(self, update: Update, file: tracing.File) -> tracing.Round:
         """The record of an update that has not been added yet."""
         assert update.evidence is not None  # _job made sure that the engine records
-        request, (nodes, rows) = self.requests[update.index], update.evidence
+        request, (nodes, rows) = self.requests[update.request], update.evidence
         return tracing.Round(
             step=update.step,
-            request=update.index,
+            request=update.request,
             prefill=update.accepted is None,
             seed=request.sampling.seed,
-            position=len(request.tokens) + len(self.completions[self.origin[update.index]].tokens),
+            position=len(request.tokens) + len(self.completions[self.origin[update.request]].tokens),
             nodes=nodes,
             rows=rows,
             path=_path(nodes, update.tokens[: update.accepted or 0]),

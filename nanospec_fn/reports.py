@@ -25,7 +25,7 @@ WIDE, NARROW = ("tokens", "target_logp", "behaviour_logp"), ("count", "accepted"
 class Update(NamedTuple):
     """What one step did for one request; lists have one entry per new token."""
 
-    index: int  # type: ignore[assignment]  # of the request
+    request: int  # its index among the call's
     tokens: list[int]
     target_logp: list[float]  # nats
     behaviour_logp: list[float]  # nats

@@ -9,6 +9,7 @@ proportional to pi_0 exp(r / beta).
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import statistics
 import sys
@@ -118,8 +119,9 @@ def sizes(study: Study) -> ns.EngineConfig:
 def sampling(study: Study, seed: int, step: int) -> list[ns.Sampling]:
     """A step's requests; a draw depends on seed, step and place alone."""
     base = (seed * study.steps + step) * study.samples
-    how = {"temperature": 1.0, "rule": "power", "alpha": study.alpha} if study.alpha < 1 else {"temperature": 1.0}
-    return [ns.Sampling(max_tokens=1 + study.tokens, seed=base + i, **how) for i in range(study.samples)]  # type: ignore[arg-type]
+    rule = "power" if study.alpha < 1 else "exact"
+    one = ns.Sampling(max_tokens=1 + study.tokens, temperature=1.0, rule=rule, alpha=study.alpha)
+    return [dataclasses.replace(one, seed=base + i) for i in range(study.samples)]
 
 
 def gradient(policy: ns.Model, table: Tensor, recipe: policy_loss.Recipe, drawn: Sequence[ns.Completion]) -> Tensor:
@@ -157,7 +159,7 @@ def fit(study: Study, correction: str, seed: int, progress: bool = False) -> dic
     for step in tqdm(range(study.steps), desc=f"{correction} {seed}", disable=not progress):
         drawn = ns.generate(policy, [PROMPT] * study.samples, sampling(study, seed, step), engine=engine)
         table = table - study.rate * gradient(policy, table, recipe, drawn)
-        policy.params.head.copy_(head_of(table))  # type: ignore[union-attr]
+        model.output_head(policy.params).copy_(head_of(table))
         p = table.double().softmax(0)
         path.append(distance(p, best))
         if step >= study.steps // 2:

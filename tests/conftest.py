@@ -1,6 +1,7 @@
 """What every test may ask for. properties/conftest.py imports the fixtures from here."""
 
 import functools
+import importlib.util
 import os
 
 import pytest
@@ -37,6 +38,13 @@ def _no_grad():
     """Tests that differentiate say so with torch.enable_grad()."""
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def matplotlib() -> None:
+    """For tests that draw: the extra `rl` has it. In the gate (NANOSPEC_GATE=1) its absence is a failure."""
+    if importlib.util.find_spec("matplotlib") is None:
+        (pytest.fail if os.environ.get("NANOSPEC_GATE") == "1" else pytest.skip)("matplotlib is not installed")
 
 
 @pytest.fixture

@@ -215,3 +215,22 @@ def as_ids(times: int, *lost: str) -> Callable[[dict[str, Any], Tensors], None]:
         tensors["d2t"] = tensors["d2t"] + times * torch.arange(len(tensors["d2t"]))
 
     return change
+
+
+def damages(taps: tuple[int, ...] = TAPS) -> dict[str, tuple[str, Any]]:
+    """What is done to a good head that reads `taps`: by name, the doctor's word for it and the change."""
+    return {
+        "one layer early": ("taps_early", shift_taps(-1, taps)),
+        "one layer late": ("taps_late", shift_taps(1, taps)),
+        "map dropped": ("map_dropped", drop("d2t", "t2d")),
+        "map dropped, marks left": ("map_dropped", drop("d2t")),
+        "map of zeros": ("map_dropped", forget_map("t2d")),
+        "map of zeros, marks left": ("map_dropped", forget_map()),
+        "map of ids": ("map_absolute", as_ids(1)),
+        "map of ids, no marks": ("map_absolute", as_ids(1, "t2d")),
+        "map of offsets taken for ids": ("map_absolute", as_ids(-1)),
+        "no rope in the config": ("rope_theta", set_theta(None)),
+        "a larger theta": ("rope_theta", set_theta(500000.0)),
+        "halves swapped": ("halves_swapped", swap_halves),
+        "norms swapped": ("norms_swapped", swap_norms),
+    }

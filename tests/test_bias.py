@@ -1,9 +1,7 @@
 """The bias study: its optimum, its gradient, and that only the corrected run finds what is there to find."""
 
-import importlib.util
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -141,14 +139,9 @@ def test_bad_options_end_before_any_work(options, tmp_path, capsys, monkeypatch)
     assert BAD[options] in capsys.readouterr().err
 
 
-def needs_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None and os.environ.get("NANOSPEC_GATE") != "1":
-        pytest.skip("matplotlib is not installed")
-
-
+@pytest.mark.usefixtures("matplotlib")
 def test_command_writes_what_it_prints(tmp_path, capsys):
     """Catches: a file that lacks a run or cannot be read back, a picture without labels, a table of other figures."""
-    needs_matplotlib()
     out, picture = tmp_path / "bias.jsonl", tmp_path / "bias.png"
     command = f"--seeds 2 --steps 3 --samples 4 --quiet --out {out} --picture {picture}"
     assert bias.main(command.split()) == 0

@@ -259,7 +259,7 @@ def refused(name: str, **arguments: Any) -> None:
 
 @pytest.mark.parametrize("name, value", cases(BAD_SAMPLING))
 def test_c20_sampling(name, value):
-    """Every field is checked, with its own name, with and without speculation."""
+    """Every field is checked, with its own name, with and without speculation; `refused` has the assertions."""
     refused(name, sampling=ns.Sampling(**{name: value}))
     refused(name, sampling=[ns.Sampling(**{name: value})], draft=ns.load_draft("ngram", target()))
 

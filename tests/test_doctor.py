@@ -62,22 +62,7 @@ def test_a_good_head_is_healthy(target, head):
     assert sum(n * mean for _, n, mean in report.by_position) == pytest.approx(sum(len(o.tokens) - 1 for o in out))
 
 
-DAMAGES = {
-    "one layer early": ("taps_early", doctored.shift_taps(-1)),
-    "one layer late": ("taps_late", doctored.shift_taps(1)),
-    "map dropped": ("map_dropped", doctored.drop("d2t", "t2d")),
-    "map dropped, marks left": ("map_dropped", doctored.drop("d2t")),
-    "map of zeros": ("map_dropped", doctored.forget_map("t2d")),
-    "map of zeros, marks left": ("map_dropped", doctored.forget_map()),
-    "map of ids": ("map_absolute", doctored.as_ids(1)),
-    "map of ids, no marks": ("map_absolute", doctored.as_ids(1, "t2d")),
-    "map of offsets taken for ids": ("map_absolute", doctored.as_ids(-1)),
-    "no rope in the config": ("rope_theta", doctored.set_theta(None)),
-    "a larger theta": ("rope_theta", doctored.set_theta(500000.0)),
-    "halves swapped": ("halves_swapped", doctored.swap_halves),
-    "norms swapped": ("norms_swapped", doctored.swap_norms),
-    "another residual": ("residual_norm", doctored.norm_residual),
-}
+DAMAGES = doctored.damages() | {"another residual": ("residual_norm", doctored.norm_residual)}
 
 
 GATED = ("one layer early", "map dropped", "map of ids", "halves swapped")  # the others take minutes

@@ -51,22 +51,7 @@ def test_the_shipped_head_is_healthy(case):
     assert report.accepted_length == pytest.approx(report.trials[0].comparison.given)
 
 
-DAMAGES = {
-    "one layer early": ("taps_early", doctored.shift_taps(-1, TAPS)),
-    "one layer late": ("taps_late", doctored.shift_taps(1, TAPS)),
-    "map dropped": ("map_dropped", doctored.drop("d2t", "t2d")),
-    "map dropped, marks left": ("map_dropped", doctored.drop("d2t")),
-    "map of zeros": ("map_dropped", doctored.forget_map("t2d")),
-    "map of zeros, marks left": ("map_dropped", doctored.forget_map()),
-    "map of ids": ("map_absolute", doctored.as_ids(1)),
-    "map of ids, no marks": ("map_absolute", doctored.as_ids(1, "t2d")),
-    "map of offsets taken for ids": ("map_absolute", doctored.as_ids(-1)),
-    "a larger theta": ("rope_theta", doctored.set_theta(500000.0)),
-    "no rope in the config": ("rope_theta", doctored.set_theta(None)),
-    "halves swapped": ("halves_swapped", doctored.swap_halves),
-    "norms swapped": ("norms_swapped", doctored.swap_norms),
-    "another embedding": ("embedding", doctored.bring_embedding),
-}
+DAMAGES = doctored.damages(TAPS) | {"another embedding": ("embedding", doctored.bring_embedding)}
 
 
 @pytest.mark.parametrize("name", DAMAGES)

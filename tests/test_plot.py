@@ -1,9 +1,7 @@
 """Pictures and the table of reinforcement learning runs, from logs made by hand."""
 
-import importlib.util
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,7 @@ import pytest
 
 from rl import plot
 
-if importlib.util.find_spec("matplotlib") is None and os.environ.get("NANOSPEC_GATE") != "1":
-    pytest.skip("matplotlib is not installed", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("matplotlib")
 
 OPTIONS = {"task": "toy", "draft": "frozen", "acceptance": "power", "alpha": 0.3, "correction": "exact", "seed": 0}
 

@@ -66,7 +66,7 @@ def test_a_report_is_read_by_request():
     issued = reports.Report(3, [4, 5, 6, 7], {4: 40, 5: 50, 6: 60}, False, 4, 0, reports.pack(given), (), lambda: 2.5)
     landed = reports.read(issued)
     updates = [*landed.updates]
-    assert [(u.index, u.tokens, u.origin, u.accepted, u.finish_reason) for u in updates] == [
+    assert [(u.request, u.tokens, u.origin, u.accepted, u.finish_reason) for u in updates] == [
         (40, [0, 1], [1, 0], 1, None),
         (60, [4], [1], 1, "stop"),
     ]

@@ -1,9 +1,7 @@
 """The roofline's figures: bytes and crossings worked by hand, phases of hand-made traces, and a whole run on a CPU."""
 
 import dataclasses
-import importlib.util
 import json
-import os
 import sys
 
 import pytest
@@ -243,9 +241,8 @@ def test_an_earlier_run_is_read_again(finished, tmp_path, capsys):
     assert shown.rsplit("\n", 2)[0].strip() in printed  # all but the line about the picture
 
 
+@pytest.mark.usefixtures("matplotlib")
 def test_a_picture_of_a_run(finished):
-    if importlib.util.find_spec("matplotlib") is None and os.environ.get("NANOSPEC_GATE") != "1":
-        pytest.skip("matplotlib is not installed")
     assert (finished[0] / "roofline-model.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert not list(finished[0].glob(".*.part"))
 

@@ -52,7 +52,7 @@ class _Angles(torch.autograd.Function):
         ctx.mark_non_differentiable(*output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None]:
         return None, None
 
 
