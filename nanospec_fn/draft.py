@@ -137,6 +137,11 @@ def put_back(state: State, slot: Tensor | None, taken: State, put: Write = put) 
     return taken if slot is None else replace(taken, feature=put(state.feature, (slot,), taken.feature))
 
 
+def newest(state: State, unseen: int | None) -> State:
+    """What a catch-up reads where no slot has more than `unseen` tokens that the draft has not been run on."""
+    return state if unseen is None else replace(state, feature=state.feature[:, :unseen])
+
+
 def rows_at(x: Tensor, row: Tensor) -> Tensor:
     """x [B, R, F], row [B, m] -> [B, m, F]."""
     return kernels.rows_at(x, row)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from nanospec_fn import reports, schedule, trace, variants
+from nanospec_fn.admission import Admission
 from nanospec_fn.capture import capture, donate, shared_pool
 from nanospec_fn.draft import Draft, Speculation
 from nanospec_fn.model import Model
@@ -36,6 +37,7 @@ class Engine:
     Attributes:
       behind: whether a step's results are read when the next one already runs; on CUDA.
       stats: times and acceptance of the variants, where the host picks among them.
+      unseen: by slot, the most tokens that the draft has not been run on; adds: of them by the newest step.
     """
 
     def __init__(
@@ -56,14 +58,17 @@ class Engine:
             wrap = partial(capture, pool=shared_pool() if self.behind else None, lend=True)
         self.prefill = wrap(reports.packed(self.program.prefill, record))
         self.round = wrap(reports.packed(self.program.speculate, record))
-        self.insert = donate(self.program.insert)
-        self.evict = donate(self.program.evict)
+        self.follow = wrap(reports.packed(self.program.decode, record))
+        self.insert = donate(self.program.insert_all)
+        self.evict = donate(self.program.evict_all)
         self.clear = donate(self.program.clear)
         # A trace has one shape of tree for all its rounds.
         picks = config.variants == "auto" and draft is not None and not record
         self.shapes = self.program.shapes() if picks else (self.program.static.speculation,)
         self.choice = variants.Config(tuple(variants.Variant(s.top_k, s.depth, s.nodes + 1) for s in self.shapes))
         self.stats = variants.Stats()
+        self.unseen: dict[int, int] = {}
+        self.adds = 0
         self.serving = False
         self.state = self.program.init()
         self._buffers = pytree.tree_flatten(self.state)
@@ -77,22 +82,41 @@ class Engine:
     def reset(self) -> None:
         """Drop whatever runs. The buffers stay, so that captured graphs stay valid."""
         # An interrupted step may have consumed self.state in part; its tensors are still these.
+        self.unseen = {}
         leaves, spec = self._buffers
         self.state = self.clear(pytree.tree_unflatten(leaves, spec))
+
+    def seat(self, plan: schedule.Plan, requests: Sequence[Request], emitted: Sequence[Sequence[int]]) -> None:
+        """Let requests go and come. Args: emitted: each request's tokens so far."""
+        if plan.evict:
+            self.state = self.evict(self.state, plan.evict)
+        if plan.insert:
+            coming = []
+            for new in plan.insert:
+                request = requests[new.request]
+                tokens = [*request.tokens, *emitted[new.request]]
+                coming.append(Admission(new.slot, tokens, request.sampling, new.emitted, new.share))
+            self.state = self.insert(self.state, coming)
 
     def run(self, requests: dict[int, int], bucket: int, chunk: int, variant: int, step: int) -> Report:
         """Issue one prefill step (chunk > 0) or round for these requests, by slot.
 
         The batch is padded to `bucket` with slots that have nothing to do in such a step.
         """
-        rows, slot = self._seat(requests, bucket)
+        rows, slot = self._rows_for(requests, bucket)
         issued = reports.start(self.program.pool.device)
         call, shape = (self.prefill, chunk) if chunk else (self.round, self.shapes[variant])
+        self.adds = 1 if chunk else self.shapes[variant].depth + 1
+        width = self.program.static.speculation.depth + 1
+        known = {s: self.unseen.get(s, width) for s in requests}
+        if self.adds == 1 < width and not chunk and max(known.values()) == 1:  # a plain round after another
+            call, shape = self.follow, 1
+        self.unseen |= {s: max(n, self.adds) for s, n in known.items()}
         self.state, table, evidence = call(self.params, self.state, slot, shape)
         table, evidence = reports.to_host((table, evidence))
         return Report(step, rows, requests, chunk > 0, bucket, variant, table, evidence, issued())
 
-    def _seat(self, requests: dict[int, int], bucket: int) -> tuple[list[int], Tensor | None]:
+    def _rows_for(self, requests: dict[int, int], bucket: int) -> tuple[list[int], Tensor | None]:
         """The slots of a step's rows, and the same on the device; None for all slots."""
         everyone = range(self.program.max_slots)
         if bucket == len(everyone):
@@ -112,8 +136,12 @@ class Engine:
         return variants.pick(self.choice, self.stats, bucket)
 
     def observe(self, report: Report, landed: Landed, lossy: bool) -> None:
-        """Take in a round's time and acceptance, if the host picks and they do not come from a lossy rule."""
-        if len(self.shapes) > 1 and not report.prefill and not lossy:
+        """Take in a step, where the host picks: of a round without a lossy rule its time and acceptance too."""
+        if len(self.shapes) == 1:
+            return
+        emitted = dict(landed.events.emitted)  # what a step that was issued since may add comes on top
+        self.unseen |= {s: max(emitted[i], self.adds) for s, i in report.requests.items() if i in emitted}
+        if not report.prefill and not lossy:
             self.stats = variants.observe(
                 self.choice, self.stats, report.bucket, report.variant, landed.milliseconds, landed.accepted
             )
@@ -140,8 +168,8 @@ def trace_header(engine: Engine, requests: Sequence[Request], prompt: Sequence[i
     static, pool = program.static, program.pool
     recorded = []
     for index, request in zip(prompt, requests, strict=True):
-        limit, stop_ids = program.ends(len(request.tokens), request.sampling)
-        recorded.append(trace.Request(index, len(request.tokens), limit, sorted({*stop_ids}), request.sampling))
+        end = program.ends(len(request.tokens), request.sampling)
+        recorded.append(trace.Request(index, len(request.tokens), end.limit, sorted({*end.stop_ids}), request.sampling))
     sizes: dict[str, int | str] = {
         "max_slots": program.max_slots,
         "num_pages": pool.num_pages,
@@ -177,7 +205,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Generator[Update, None
     program = engine.program
     config = schedule.Config(program.max_slots, program.static.prefill_chunk, PREFILL_ROWS)
     lossy = {i for i, r in enumerate(requests) if r.sampling.rule != "exact"}
-    limit = [program.ends(len(r.tokens), r.sampling)[0] - len(r.tokens) for r in requests]
+    limit = [program.ends(len(r.tokens), r.sampling).limit - len(r.tokens) for r in requests]
     emitted: list[list[int]] = [[] for _ in requests]
     host, events = schedule.HostState(), schedule.Events(arrived=_arrivals(requests))
     flying: Report | None = None
@@ -193,13 +221,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Generator[Update, None
                 flying = None  # its results come first, then another plan from the same state
             else:
                 host, told = planned, schedule.Events()
-                for slot in plan.evict:
-                    engine.state = engine.evict(engine.state, slot)
-                for new in plan.insert:
-                    tokens = [*requests[new.request].tokens, *emitted[new.request]]
-                    engine.state = engine.insert(
-                        engine.state, new.slot, tokens, requests[new.request].sampling, new.emitted, new.share
-                    )
+                engine.seat(plan, requests, emitted)
                 if not slots:
                     return
                 variant = engine.pick(not lossy.isdisjoint(now.values()), plan.bucket) if plan.round else 0

@@ -79,21 +79,22 @@ def alloc(pages: Pages, need: Tensor, width: int) -> tuple[Pages, Tensor, Tensor
 
 
 def share(pages: Pages, page_id: Tensor) -> Pages:
-    """One more reference for each of `page_id` [n] int32; NONE and SINK entries are skipped."""
+    """One more reference for each of `page_id` int32; NONE and SINK entries are skipped."""
     return replace(pages, refs=_count(pages.refs, page_id, 1))
 
 
 def free(pages: Pages, page_id: Tensor) -> Pages:
-    """Drop one reference for each of the distinct `page_id` [n] int32; pages without any go back to the stack.
+    """Drop a reference for each of `page_id` int32; pages without any go back to the stack.
 
     NONE and SINK entries are skipped.
     """
     refs = _count(pages.refs, page_id, -1)
-    released = (page_id > SINK) & (refs[page_id.clamp_min(SINK)] == 0)
+    released = (pages.refs > 0) & (refs == 0)
     rank = released.cumsum(0, dtype=torch.int32) - 1
     scratch = pages.stack.shape[0] - 1
     index = torch.where(released, pages.num_free + rank, scratch)
-    stack = put(pages.stack, (index,), page_id)
+    ids = torch.arange(len(refs), dtype=torch.int32, device=refs.device)
+    stack = put(pages.stack, (index,), torch.where(released, ids, SINK))
     return replace(pages, refs=refs, stack=stack, num_free=pages.num_free + released.sum(dtype=torch.int32))
 
 
@@ -155,10 +156,10 @@ def commit(
       depth, -1 past the last; live [B]: False leaves a slot alone.
     """
     if pools and kernels.on_device(pools[0]):
-        from nanospec_fn.kernels import attend  # needs Triton
+        from nanospec_fn.kernels import kv  # needs Triton
 
         pools = tuple(pools) if put is put_ else tuple(pool.clone() for pool in pools)
-        attend.commit_kv(pools, page_table, length, path, live)
+        kv.commit(pools, page_table, length, path, live)
         return pools
     first = length[:, None] + 1
     path = torch.where(live[:, None], path, NONE)
@@ -167,9 +168,9 @@ def commit(
     return tuple(move(pool, page_table, source, dest, page_size, put) for pool in pools)
 
 
-def copy_page(pool: Tensor, source: Tensor, dest: Tensor, put: Write) -> Tensor:
-    """Copy page source [] to page dest []; SINK to SINK is the no-op."""
-    return put(pool, (dest.long()[None],), pool[source.long()[None]])
+def copy_pages(pools: Sequence[Tensor], source: Tensor, dest: Tensor, put: Write) -> tuple[Tensor, ...]:
+    """Copy pages source [n] to pages dest [n] in every layer's pool; SINK to SINK is the no-op."""
+    return tuple(put(pool, (dest.long(),), pool[source.long()]) for pool in pools)
 
 
 def check(pages: Pages, page_table: Tensor) -> str:

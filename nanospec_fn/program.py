@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanospec_fn import acceptance, flashinfer, model, pages, schedule, slots, step
+from nanospec_fn import acceptance, admission, flashinfer, model, pages, slots, step
+from nanospec_fn.admission import Admission
 from nanospec_fn.attention import Attend, Canonical, Sdpa
 from nanospec_fn.draft import Draft, Nothing, PoolShape, Speculation
 from nanospec_fn.flashinfer import FlashInfer
@@ -159,7 +160,7 @@ def pick_attend(engine: EngineConfig, model: model.Model) -> Attend:
             f"{model.params.embed.device} with gemm {model.cfg.gemm!r}"
         )
     canonical = model.cfg.gemm == "canonical" and engine.attend != "sdpa"
-    return Canonical(engine.page_size) if canonical else Sdpa(engine.page_size)
+    return Canonical(engine.page_size) if canonical else Sdpa(engine.page_size, model.cfg.bmm)
 
 
 @dataclass(frozen=True)
@@ -254,15 +255,25 @@ class Program:
           share: a slot whose prompt is the same and prefilled: its full pages are shared, the last one is copied.
         Errors: ValueError for an occupied slot, a token out of range, a request that can never fit.
         """
-        prompt = self._check(state, slot, tokens, request, emitted)
-        limit, stop_ids = self.ends(prompt, request)
-        state = replace(state, slots=slots.insert(state.slots, slot, tokens, emitted, limit, stop_ids, request))
-        return state if share is None else self._share(state, slot, share, schedule.shared_tokens(prompt), put)
+        return self.insert_all(state, [Admission(slot, tokens, request, emitted, share)], put)
 
-    def ends(self, prompt: int, request: Sampling) -> tuple[int, tuple[int, ...]]:
-        """Where a request with a prompt of so many tokens ends: at a total of tokens, or after one of the stop ids."""
+    def insert_all(self, state: State, coming: Sequence[Admission], put: Write = put) -> State:
+        """`insert` for many requests, in a few launches for all of them. Errors: those of `insert`."""
+        for one in coming:
+            self._check(one)
+        places = [one.slot for one in coming]
+        held = state.slots.active[slots.column(places, torch.int64, self.pool.device)].tolist()
+        for slot, occupied in zip(places, held, strict=True):
+            if occupied:
+                raise ValueError(f"slot {slot} holds a request; evict it first")
+        _check_distinct(places)
+        ends = [self.ends(one.prompt, one.request) for one in coming]
+        return admission.insert(state, coming, ends, self.page_size, put)
+
+    def ends(self, prompt: int, request: Sampling) -> slots.End:
+        """Where a request with a prompt of so many tokens ends."""
         stop_ids = (*request.stop_ids, *(() if request.ignore_eos else self.static.cfg.eos_ids))
-        return min(prompt + request.max_tokens, self.capacity), stop_ids
+        return slots.End(min(prompt + request.max_tokens, self.capacity), stop_ids)
 
     def check_request(self, request: Sampling) -> None:
         """Errors: ValueError for sampling parameters that are out of range or that this engine cannot serve."""
@@ -282,50 +293,25 @@ class Program:
         if type(slot) is not int or not 0 <= slot < self.max_slots:
             raise ValueError(f"slot must be an integer from 0 to {self.max_slots - 1}, got {slot!r}")
 
-    def _check(self, state: State, slot: int, tokens: list[int], request: Sampling, emitted: int) -> int:
-        self.check_request(request)
-        self._check_slot(slot)
-        check_tokens(tokens, self.static.cfg.vocab_size)
-        if bool(state.slots.active[slot]):
-            raise ValueError(f"slot {slot} holds a request; evict it first")
-        if emitted < 0 or len(tokens) - emitted < 1:
-            raise ValueError(f"a prompt is empty: {len(tokens)} tokens of which {emitted} emitted")
-        if reason := self.misfit(len(tokens) - emitted):
+    def _check(self, one: Admission) -> None:
+        self.check_request(one.request)
+        self._check_slot(one.slot)
+        check_tokens(one.tokens, self.static.cfg.vocab_size)
+        if one.emitted < 0 or one.prompt < 1:
+            raise ValueError(f"a prompt is empty: {len(one.tokens)} tokens of which {one.emitted} emitted")
+        if reason := self.misfit(one.prompt):
             raise ValueError(f"the prompt can never fit: {reason}")
-        return len(tokens) - emitted
-
-    def _share(self, state: State, slot: int, donor: int, tokens: int, put: Write) -> State:
-        """Take over the KV of the donor's first `tokens` positions: whole pages by reference, the rest as a copy."""
-        whole, rest = divmod(tokens, self.page_size)
-        row = state.slots.page_table[donor]
-        ids = row[:whole]
-        free = pages.share(state.pages, ids)
-        # The last page is about to be written, by both: copy it now, or recompute its tokens if no page is left.
-        free, page_id, ok = pages.alloc(free, torch.full_like(row[:1], int(rest > 0)), 1)
-        copied = ok[0] & (page_id[0, 0] > pages.SINK)
-        source = torch.where(copied, row[whole], pages.SINK)
-        dest = torch.where(copied, page_id[0, 0], pages.SINK)
-        s = state.slots
-        s = replace(
-            s,
-            page_table=_put_row(s.page_table, slot, torch.cat((ids, dest[None], row[whole + 1 :] * 0))),
-            num_pages=_put_row(s.num_pages, slot, copied + whole),
-            length=_put_row(s.length, slot, torch.where(copied, tokens, whole * self.page_size)),
-        )
-        return State(
-            pages=free,
-            pools=tuple(pages.copy_page(pool, source, dest, put) for pool in state.pools),
-            slots=s,
-            draft=replace(
-                state.draft, pools=tuple(pages.copy_page(pool, source, dest, put) for pool in state.draft.pools)
-            ),
-        )
 
     def evict(self, state: State, slot: int, put: Write = put) -> State:
         """Empty a slot and drop its references to pages."""
-        self._check_slot(slot)
-        s, held = slots.evict(state.slots, slot)
-        return replace(state, slots=s, pages=pages.free(state.pages, held))
+        return self.evict_all(state, [slot], put)
+
+    def evict_all(self, state: State, going: Sequence[int], put: Write = put) -> State:
+        """`evict` for many slots, distinct ones, in a few launches for all of them."""
+        for slot in going:
+            self._check_slot(slot)
+        _check_distinct(going)
+        return admission.evict(state, going, put)
 
     def prefill(
         self, params: Params, state: State, slot: Tensor | None = None, chunk: int | None = None, put: Write = put
@@ -333,9 +319,16 @@ class Program:
         """`step.prefill`: one chunk of prompt for every slot that has some left."""
         return step.prefill(self.static, params, state, slot, chunk, put)
 
-    def decode(self, params: Params, state: State, slot: Tensor | None = None, put: Write = put) -> tuple[State, Info]:
+    def decode(
+        self,
+        params: Params,
+        state: State,
+        slot: Tensor | None = None,
+        unseen: int | None = None,
+        put: Write = put,
+    ) -> tuple[State, Info]:
         """`step.decode`: one token for every running slot."""
-        return step.decode(self.static, params, state, slot, put)
+        return step.decode(self.static, params, state, slot, unseen, put)
 
     def speculate(
         self,
@@ -354,6 +347,6 @@ class Program:
         return step.speculate(self.static, params, state, slot, shape, put)
 
 
-def _put_row(x: Tensor, slot: int, value: Tensor) -> Tensor:
-    """x [B, ...] with row `slot` replaced."""
-    return x.index_put((torch.tensor([slot], device=x.device),), value.to(x.dtype)[None])
+def _check_distinct(places: Sequence[int]) -> None:
+    if len({*places}) != len(places):
+        raise ValueError(f"slots must be distinct, got {[*places]}")

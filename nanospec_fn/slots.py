@@ -4,6 +4,10 @@ A slot is empty, prefilling (length < prefill_to), running (length == total - 1)
 tokens, prompt and emitted; `length` the positions whose KV is committed.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -59,55 +63,75 @@ def init(num_slots: int, capacity: int, table_width: int, device: torch.device |
     )
 
 
-def insert(
-    slots: Slots,
-    slot: int,
-    tokens: list[int],
-    emitted: int,
-    limit: int,
-    stop_ids: tuple[int, ...],
-    request: sampling.Sampling,
+@dataclass(frozen=True)
+class End:
+    """Where a request ends."""
+
+    limit: int  # total of its tokens, prompt included
+    stop_ids: tuple[int, ...]  # after one of these
+
+
+def column(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A host list, or a list of lists, on the device; on CUDA without waiting for it."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def newcomers(
+    coming: Sequence[tuple[Sequence[int], int, sampling.Sampling]], ends: Sequence[End], like: Slots
 ) -> Slots:
-    """Put a request into an empty slot, its pages and committed length as they are.
+    """Rows [b] of requests that have just come, without pages.
 
-    Args: tokens: prompt and the `emitted` newest ones of an earlier stay; limit: see `Slots.limit`.
+    Args: coming: tokens (the prompt and the newest ones of an earlier stay), how many of them are of an earlier stay,
+      and how the request is sampled; like: what they will be rows of.
     """
-    device = slots.tokens.device
-    width = slots.tokens.shape[1]
-    fresh = emitted == 0
-    row = {
-        "active": True,
-        "done": RUNNING,
-        "tokens": tokens + [0] * (width - len(tokens)),
-        "total": len(tokens),
-        "prefill_to": len(tokens) if fresh else len(tokens) - 1,
-        "silent": not fresh,
-        "limit": limit,
-        "unseen": 0,
-        "stop_ids": list(stop_ids) + [-1] * (MAX_STOP_IDS - len(stop_ids)),
-    }
-    index = (torch.tensor([slot], device=device),)
-    changed = {
-        name: getattr(slots, name).index_put(
-            index, torch.tensor([value], dtype=getattr(slots, name).dtype, device=device)
-        )
-        for name, value in row.items()
-    }
-    controls = pytree.tree_map(
-        lambda whole, one: whole.index_put(index, one), slots.controls, sampling.controls([request], device)
+    device = like.total.device
+    total = [len(tokens) for tokens, _, _ in coming]
+    again = [emitted > 0 for _, emitted, _ in coming]
+    longest = max(total)
+    padded = [[*tokens] + [0] * (longest - len(tokens)) for tokens, _, _ in coming]
+    stop_ids = [[*end.stop_ids] + [-1] * (MAX_STOP_IDS - len(end.stop_ids)) for end in ends]
+
+    def ints(values: Sequence[Any]) -> Tensor:
+        return column(values, torch.int32, device)
+
+    tokens = torch.nn.functional.pad(ints(padded), (0, like.tokens.shape[1] - longest))
+    silent = column(again, torch.bool, device)
+    none = torch.zeros_like(tokens[:, 0])
+    return Slots(
+        active=torch.ones_like(silent),
+        done=none,
+        tokens=tokens,
+        total=ints(total),
+        length=none,
+        prefill_to=ints([n - a for n, a in zip(total, again, strict=True)]),
+        silent=silent,
+        limit=ints([end.limit for end in ends]),
+        unseen=none,
+        page_table=none[:, None].expand(-1, like.page_table.shape[1]),
+        num_pages=none,
+        stop_ids=ints(stop_ids),
+        controls=sampling.controls([request for _, _, request in coming], device),
     )
-    return replace(slots, **changed, controls=controls)
 
 
-def evict(slots: Slots, slot: int) -> tuple[Slots, Tensor]:
-    """Empty a slot. Returns the page ids [M] int32 that it held, SINK where none."""
-    index = torch.tensor([slot], device=slots.tokens.device)
-    held = slots.page_table[slot].clone()
-    cleared = {
-        name: getattr(slots, name).index_fill(0, index, 0)
-        for name in ("active", "done", "total", "length", "prefill_to", "unseen", "page_table", "num_pages")
-    }
-    return replace(slots, **cleared), held
+def put_all(slots: Slots, slot: Tensor, rows: Slots, put: Write = put) -> Slots:
+    """Slots with every field of `rows` [b] in the rows of `slot` [b] (distinct)."""
+    placed: Slots = pytree.tree_map(lambda whole, new: put(whole, (slot,), new), slots, rows)
+    return placed
+
+
+CLEARED = ("active", "done", "total", "length", "prefill_to", "unseen", "page_table", "num_pages")  # of who leaves
+
+
+def evict(slots: Slots, slot: Tensor, put: Write = put) -> tuple[Slots, Tensor]:
+    """Empty the slots of `slot` [b]. Returns the page ids [b, M] int32 that they held, SINK where none."""
+    held = slots.page_table[slot]
+    emptied = {}
+    for name in CLEARED:
+        field = getattr(slots, name)
+        emptied[name] = put(field, (slot,), torch.zeros_like(field[: len(slot)]))
+    return replace(slots, **emptied), held
 
 
 def take(slots: Slots, slot: Tensor | None) -> Slots:

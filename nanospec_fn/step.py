@@ -115,11 +115,20 @@ def prefill(
 
 
 def decode(
-    static: Static, params: Params, state: State, slot: Tensor | None = None, put: Write = put
+    static: Static,
+    params: Params,
+    state: State,
+    slot: Tensor | None = None,
+    unseen: int | None = None,
+    put: Write = put,
 ) -> tuple[State, Info]:
-    """One token for every running slot. The draft keeps up, so that drafting can resume at any round."""
+    """One token for every running slot. The draft keeps up, so that drafting can resume at any round.
+
+    Args: slot: [b] distinct slots that take part, None for all; unseen: the most tokens that the draft of any of them
+      has not been run on: 1 after a prefill or another `decode`; None: as many as a round emits.
+    """
     plain = dataclasses.replace(static.speculation, depth=0, num_nodes=None)
-    return _round(static, params, state, slot, plain, put)
+    return _round(static, params, state, slot, plain, put, unseen)
 
 
 def speculate(
@@ -139,12 +148,20 @@ def speculate(
 
 
 def _round(
-    static: Static, params: Params, state: State, slot: Tensor | None, spec: Speculation, put: Write
+    static: Static,
+    params: Params,
+    state: State,
+    slot: Tensor | None,
+    spec: Speculation,
+    put: Write,
+    unseen: int | None = None,
 ) -> tuple[State, Info]:
     s, carried = slots.take(state.slots, slot), draft.take(state.draft, slot)
     free, s, live, ok = slots.reserve_round(state.pages, s, spec.lookahead, static.page_size, put)
 
-    carried, tree = static.method.propose(params, carried, s, live, spec, static.attend, put)  # draft
+    newest = draft.newest(carried, unseen)
+    drafted, tree = static.method.propose(params, newest, s, live, spec, static.attend, put)  # draft
+    carried = replace(carried, pools=drafted.pools)
     rows = verify_rows(s, tree, live, spec)
     pools, x, features = _run_target(static, params, state.pools, rows, s, put)  # verify
     logits = model.logits(params.target, static.cfg, x).view(*rows.token.shape, -1)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanospec_fn import acceptance, attention, draft, pages, slots, step, struct
-from nanospec_fn.program import Program
+from nanospec_fn import acceptance, admission, attention, draft, pages, slots, step, struct
 
 
 def wrap(patch: pytest.MonkeyPatch, owner: Any, name: str, new: Callable[..., Any]) -> None:
@@ -103,17 +102,16 @@ def noise_by_row(patch: pytest.MonkeyPatch) -> None:
 def shared_page_written(patch: pytest.MonkeyPatch) -> None:
     """The last page of a shared prompt is taken by reference, not copied; both then write into it."""
 
-    def share(original: Any, self: Any, state: Any, slot: int, donor: int, tokens: int, put: Any) -> Any:
-        new = original(self, state, slot, donor, tokens, put)
-        whole = tokens // self.page_size
-        if int(new.slots.num_pages[slot]) == whole:
-            return new
-        table = new.slots.page_table.clone()
-        free = pages.share(pages.free(new.pages, table[slot, whole : whole + 1]), table[donor, whole : whole + 1])
-        table[slot, whole] = table[donor, whole]
+    def share(original: Any, state: Any, slot: Any, donor: Any, tokens: Any, page_size: int, put: Any) -> Any:
+        new = original(state, slot, donor, tokens, page_size, put)
+        table, free = new.slots.page_table.clone(), new.pages
+        for mine, its, whole in zip(slot.tolist(), donor.tolist(), (tokens // page_size).tolist(), strict=True):
+            if int(new.slots.num_pages[mine]) > whole:
+                free = pages.share(pages.free(free, table[mine, whole : whole + 1]), table[its, whole : whole + 1])
+                table[mine, whole] = table[its, whole]
         return struct.replace(new, pages=free, slots=struct.replace(new.slots, page_table=table))
 
-    wrap(patch, Program, "_share", lambda original, self, *args: share(original, self, *args))
+    wrap(patch, admission, "_share", share)
 
 
 def commit_skipped(patch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+import torch
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import nanospec_fn as ns
-from nanospec_fn import reports, struct, trace, variants
+from nanospec_fn import pages, reports, struct, trace, variants
 from nanospec_fn.engine import Engine
 from properties import reference
 from tests.scripted import TREE, Scripted, assert_empty, greedy, prompt, right_for, target, watch
@@ -335,6 +336,57 @@ def test_any_choice_gives_the_bytes_of_plain_decoding(name, spec, choices, jobs,
         want = reference.reference(model, tuple(start), request)
         assert (one.tokens, one.target_logp, one.finish_reason) == (want.tokens, want.target_logp, want.reason)
         assert one.behaviour_logp == one.target_logp
+    assert_empty(engine)
+
+
+def behind_target(state: ns.State, page_size: int) -> list[int]:
+    """Slots where a frozen draft lacks KV of a position that it has seen: its KV is the target's, to the byte."""
+    s = state.slots
+    seen = torch.minimum(s.length, s.total - s.unseen)[:, None]
+    position = torch.arange(int(seen.max()), dtype=torch.int32).expand(len(seen), -1)
+    place = pages.locate(s.page_table, torch.where(position < seen, position, -1), page_size)
+    lacks = torch.zeros_like(s.active)
+    for ours, its in zip(state.pools, state.draft.pools, strict=True):
+        for one, other in zip(pages.read(ours, *place), pages.read(its, *place), strict=True):
+            lacks |= ((one != other).flatten(2).any(-1) & (position < seen)).any(-1)
+    return (lacks & s.active).nonzero().flatten().tolist()
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    st.lists(st.integers(0, 2), min_size=2, max_size=12),
+    st.lists(st.tuples(st.integers(1, 20), st.integers(8, 24), st.integers(0, 2)), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.integers(0, 40),
+    st.booleans(),
+)
+@example([0, 2], [(5, 30, 1)], 1, 40, True)
+@example([0, 0, 2, 0], [(5, 30, 1), (3, 30, 2), (9, 20, 0)], 3, 0, True)
+@example([0, 0, 2], [(5, 30, 1), (3, 9, 2)], 2, 40, True)  # who leaves empties the line of unread steps
+@example([0, 0, 2], [(5, 30, 1), (3, 10, 2)], 2, 40, True)
+@example([0, 0, 2], [(5, 30, 1), (3, 14, 2)], 2, 40, True)
+def test_the_draft_keeps_up_through_plain_rounds(choices, jobs, max_slots, spare, behind):
+    """A plain round runs the draft on one row a slot, but only where no slot has more that it has not been run on.
+
+    Bugs: a slot whose round was refused, was not read yet, or was another request's, counted as one that has kept up.
+    """
+    model, spec = reference.target(), ns.Speculation(1, 4)
+    config = ns.EngineConfig(max_slots, -(-(54 + spec.lookahead + spare) // 4), 4, prefill_chunk=8, variants="auto")
+    engine = watch(ns.prepare(model, ns.load_draft("frozen", model), config, spec))
+    engine.behind = behind
+    dice = itertools.cycle(choices)
+    engine.pick = lambda lossy, bucket: next(dice)  # type: ignore[method-assign]
+    run, lacking = engine.run, []
+
+    def checked(*args: Any) -> Any:
+        report = run(*args)
+        lacking.extend(behind_target(engine.state, 4))
+        return report
+
+    engine.run = checked  # type: ignore[method-assign]
+    starts = [list(reference.prompt(length, seed)) for length, _, seed in jobs]
+    ns.generate(model, starts, [ns.Sampling(max_tokens=n, ignore_eos=True) for _, n, _ in jobs], engine=engine)
+    assert not lacking
     assert_empty(engine)
 
 
