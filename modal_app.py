@@ -15,6 +15,7 @@ With HF_TOKEN in the environment the gated Llama repository is used, else an ung
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 from collections.abc import Mapping
@@ -92,9 +93,9 @@ def commit() -> str:
     """The code's commit; it is asked here, as the container gets the files without their history."""
     if not modal.is_local():
         return os.environ["NANOSPEC_COMMIT"]
-    from bench import revision
-
-    return revision.commit() or "unknown"
+    # By its path: the package itself asks for torch, which need not be installed where `modal run` is typed.
+    found = runpy.run_path(str(ROOT / "nanospec_fn/revision.py"))["commit"]()
+    return found or "unknown"
 
 
 def packages(engine: str) -> list[str]:

@@ -10,14 +10,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import nanospec_fn as ns
-from bench import prompts
-from nanospec_fn import arguments, chat
+from nanospec_fn import arguments, chat, prompts
 
 
 def measure(
@@ -99,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--coupled", action="store_true", help="proposals share the target's noise")
     parser.add_argument("--max-tokens", type=arguments.positive, default=256, help="per prompt")
     parser.add_argument("--bs", type=arguments.positive, default=16, help="requests at once")
-    parser.add_argument("--out", type=Path, help="file that the lines are appended to")
+    parser.add_argument("--out", type=arguments.file, help="file that the lines are appended to")
     arguments.add_engine(parser)
     return parser
 

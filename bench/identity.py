@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import nanospec_fn as ns
-from bench import acceptance, prompts, revision, widen
-from nanospec_fn import arguments, chat
+from bench import acceptance, widen
+from nanospec_fn import arguments, chat, prompts, revision
 
 PLAIN = "plain"
 
@@ -141,7 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--score", type=arguments.positive, default=8, metavar="N", help="completions that ns.score goes over")
     add("--prompts", default="mt-bench", help="mt-bench, gsm8k (from NANOSPEC_DATA) or a file")
     add("--like", metavar="SHAPE", help="embed model and head in a larger shape first, in memory; see bench.widen")
-    add("--out", type=Path, help="file that the lines are appended to")
+    add("--out", type=arguments.file, help="file that the lines are appended to")
     arguments.add_engine(parser)
     return parser
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanospec_fn import files
+
 Curve = Mapping[int, float]  # slots -> ms of a round
 
 MOST = 4096  # slots that are looked at
@@ -85,6 +87,5 @@ def plot(costs: Sequence[Cost], title: str, path: Path) -> None:
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.minorticks_off()
     axes.legend(fontsize="small")
-    part = path.with_name(f".{path.name}.part")
-    FigureCanvasAgg(figure).print_png(part)
-    part.replace(path)
+    with files.whole(path) as part:
+        FigureCanvasAgg(figure).print_png(part)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from bench import revision
 from bench.measure import Measured
+from nanospec_fn import files, revision
 
 MEASURED = ("out_tokens", "tok_s", "tpot_ms", "mean_accepted_len", "round_ms", "identical")  # the rest is a row's key
 
@@ -55,6 +55,6 @@ def present(path: Path) -> set[str]:
     if path.exists():
         text = path.read_text(encoding="utf-8")
         if text and not text.endswith("\n"):
-            path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
+            files.write(path, text[: text.rfind("\n") + 1].encode())
         keys = {key(json.loads(line)) for line in text.splitlines() if line.endswith("}")}
     return keys

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import nanospec_fn as ns
-from bench import acceptance, payoff, phases, prompts, revision, rounds, traffic, widen
-from nanospec_fn import arguments, chat
+from bench import acceptance, payoff, phases, rounds, traffic, widen
+from nanospec_fn import arguments, chat, prompts, revision
 
 Row = dict[str, Any]
 PLAIN = "plain"
@@ -43,7 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", default="mt-bench", metavar="SET", help="to measure acceptance with")
     parser.add_argument("--limit", metavar="N", type=arguments.positive, default=8, help="so many of them")
     parser.add_argument("--max-tokens", metavar="N", type=arguments.positive, default=64, help="for each of them")
-    parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path("bench/results"), help="of the results")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=arguments.folder, default=Path("bench/results"), help="of the results"
+    )
     parser.add_argument("--from", dest="source", metavar="FILE", type=Path, help="rows of an earlier run: no new one")
     arguments.add_engine(parser)
     return parser
@@ -189,6 +191,7 @@ def figures(
         "bs": bs,
         "context": timing.context,
         "round_ms": timing.round_ms,
+        "beyond_gib": timing.beyond_gib,
         "tokens_a_round": accepted,
         "tok_s": 1e3 * bs * accepted / timing.round_ms,
         "floor_ms": sum(floor.values()),

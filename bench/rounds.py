@@ -25,6 +25,7 @@ class Timing:
     emitted: float  # tokens for each slot and round; the prompts mean nothing, so it tells little of acceptance
     context: int  # tokens of a slot halfway through
     phases: dict[str, float]  # ms of eager rounds, see phases.PHASES: without the gaps between them
+    beyond_gib: float | None  # the most memory at once beside weights and KV pools, in captured steps; None on a CPU
 
 
 def most_tokens(spec: ns.Speculation | None, context: int, repeats: int) -> int:
@@ -54,26 +55,55 @@ def measure(
     config = ns.EngineConfig(max_slots=slots, max_context=most, attend=attend, prefill_chunk=max(16, 4096 // slots))
     program = ns.build(model, draft=draft, engine=config, speculation=spec)
     params = ns.Params(target=model.params, draft=draft.params if draft else ())
+    device = model.params.embed.device
+    before = held(device)
     state = fill(program, params, context)
     step = ns.capture(program.speculate if draft else program.decode, donate=("state",))
     for _ in range(WARM_UP):
         state, info = step(params, state)
-    clock, counts = Clock(model.params.embed.device), []
+    clock, counts = Clock(device), []
     for _ in range(repeats):
         state, info = clock.time(step, params, state)
         counts.append(info.count)
     emitted = float(torch.stack(counts).float().mean())
     middle = context + round(emitted * (WARM_UP + repeats / 2))
-    return Timing(statistics.median(clock.milliseconds()), emitted, middle, profile(program, params, state))
+    ms, more = statistics.median(clock.milliseconds()), beyond(before, state, device)
+    return Timing(ms, emitted, middle, profile(program, params, state), more)
+
+
+def held(device: torch.device) -> int:
+    """Bytes that are allocated; a new measurement of the most at once begins. 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def beyond(before: int, state: ns.State, device: torch.device) -> float | None:
+    """GiB that were allocated at once since `held`, beside what was held then and the state's KV pools; None on a CPU.
+
+    Memory of CUDA graphs counts.
+    """
+    if device.type != "cuda":
+        return None
+    pools = sum(pool.nbytes for pool in (*state.pools, *state.draft.pools))
+    return (torch.cuda.max_memory_allocated(device) - before - pools) / 2**30
+
+
+def admitted(program: ns.Program, context: int) -> ns.State:
+    """Every slot with a prompt of so many tokens, none of them read yet."""
+    vocab = min(4096, program.static.cfg.vocab_size)
+    request = ns.Sampling(max_tokens=program.capacity - context, ignore_eos=True)
+    coming = [
+        ns.Admission(slot, [(slot * 7 + i * 13) % vocab for i in range(context)], request)
+        for slot in range(program.max_slots)
+    ]
+    return program.insert_all(program.init(), coming)
 
 
 def fill(program: ns.Program, params: ns.Params, context: int) -> ns.State:
     """Every slot with a request whose prompt is prefilled."""
-    state, vocab = program.init(), min(4096, program.static.cfg.vocab_size)
-    for slot in range(program.max_slots):
-        tokens = [(slot * 7 + i * 13) % vocab for i in range(context)]
-        request = ns.Sampling(max_tokens=program.capacity - context, ignore_eos=True)
-        state = program.insert(state, slot, tokens, request)
+    state = admitted(program, context)
     prefill = ns.capture(program.prefill, donate=("state",))
     left = 1
     while left:

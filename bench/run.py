@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import nanospec_fn as ns
-from bench import apart, isolated, measure, peers, prompts, records, widen
+from bench import apart, isolated, measure, peers, records, widen
 from bench.measure import Engine
-from nanospec_fn import arguments, chat, weights
+from nanospec_fn import arguments, chat, prompts, weights
 
 CONFIGS: dict[str, ns.Speculation | None] = {
     "nospec": None,
     "chain": ns.Speculation(top_k=1, depth=5),
     "tree": ns.Speculation(top_k=4, depth=5),
     "tree6": ns.Speculation(top_k=6, depth=5),
+    "auto": ns.Speculation(top_k=4, depth=5),  # the host picks among no draft, chains and this tree
 }
 BESIDE = ("nanospec", "transformers")  # in this process
 GEMMS = ("library", "onednn", "blocked")
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--config",
         choices=CONFIGS,
         default="nospec",
-        help="chain: depth 5; tree, tree6: depth 5, top-k 4 or 6 (%(default)s)",
+        help="chain: depth 5; tree, tree6: depth 5, top-k 4 or 6; auto: picked round by round (%(default)s)",
     )
     parser.add_argument(
         "--bs", metavar="N", nargs="+", type=arguments.positive, default=[1, 8, 32], help="requests at once (1 8 32)"
@@ -65,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         metavar="FOLDER",
-        type=Path,
+        type=arguments.folder,
         default=Path("bench/results"),
         help="folder of the result files (%(default)s)",
     )
@@ -131,6 +132,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if "transformers" in args.engine and args.config != "nospec":
         parser.error(f"argument --config: transformers is measured without a draft, got {args.config}")
     for name in set(args.engine) & set(apart.MODULE):
+        if args.config == "auto":
+            parser.error(f"argument --config: auto is nanospec's, not {name}'s")
         if args.like:
             parser.error(f"argument --like: {name} loads a folder: write one with bench.widen")
         if len(args.engine) > 1:
@@ -149,7 +152,7 @@ def plan(args: argparse.Namespace, texts: list[str], speculation: ns.Speculation
         model = dataclasses.replace(model, cfg=dataclasses.replace(model.cfg, gemm=args.gemm))
     if speculation and draft is None:
         raise ValueError(f"argument --draft: {args.config} needs a draft, got none")
-    engine = ns.EngineConfig(attend=args.backend)
+    engine = ns.EngineConfig(attend=args.backend, variants="auto" if args.config == "auto" else "fixed")
     attend = ns.build(model, engine=engine).static.attend
     own = {"attend": type(attend).__name__.lower(), "gemm": model.cfg.gemm}
     common = records.describe(args, len(texts), model.params.embed.device) | {"model": model.name, "draft": name}

@@ -1,19 +1,18 @@
 """Embed a small model in a larger shape: `python -m bench.widen --draft eagle --like llama-3.1-8b --out DIR`.
 
 DIR/target and DIR/head become ordinary Hugging Face folders that cost what the larger model costs and behave as the
-small one does, so that speculation can be timed without the larger model's weights. wide.py has the construction.
+small one does, so that speculation can be timed without the larger model's weights. shapes.py and wide.py have the
+construction.
 """
 
 import argparse
 import json
 import math
-import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import nanospec_fn as ns
-from bench import wide
-from bench.wide import Maker, Shape
-from nanospec_fn import arguments, draft_model, model, weights
+from bench import shapes, wide
+from bench.shapes import Shape
+from bench.wide import Maker
+from nanospec_fn import arguments, draft_model, files, model, weights
 from rl import eagle_head
 
 DTYPES = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Widening:
     """What is to be made, checked."""
 
     small: ns.Model
@@ -50,22 +50,22 @@ def plan(
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
-) -> Plan:
+) -> Widening:
     """Check that model and head fit the shape. Arguments and errors as for `widen_params`."""
-    shape = wide.find_shape(like)
+    shape = shapes.find_shape(like)
     where = small.params.embed.device if device is None else torch.device(device)
-    wide.check(small.cfg, shape, "the model")
+    shapes.check(small.cfg, shape, "the model")
     if small.cfg.num_layers > shape.num_layers:
         raise ValueError(f"num_layers: the model has {small.cfg.num_layers}, the shape {shape.num_layers}")
-    c = wide.constant(small.cfg)
-    cfg = wide.wide_config(small.cfg, shape, c, where, dtype)
+    c = shapes.constant(small.cfg)
+    cfg = shapes.wide_config(small.cfg, shape, c, where, dtype)
     if draft is not None:
         head = wide.head_of(draft)
-        wide.check(head, shape, "the head")
-        wide.wide_config(head, shape, c, where, dtype)
+        shapes.check(head, shape, "the head")
+        shapes.wide_config(head, shape, c, where, dtype)
     make = Maker(where, dtype, torch.Generator(where).manual_seed(seed))
-    name = like if like in wide.SHAPES else Path(like).name.removesuffix(".json")
-    return Plan(small, draft, shape, cfg, c, make, f"{Path(small.name).name}-in-{name}")
+    name = like if like in shapes.SHAPES else Path(like).name.removesuffix(".json")
+    return Widening(small, draft, shape, cfg, c, make, f"{Path(small.name).name}-in-{name}")
 
 
 def widen_params(
@@ -80,7 +80,7 @@ def widen_params(
 
     Args:
       small: load it, and the head, in fp32, so that weights are rounded once.
-      like: a name of wide.SHAPES, a config.json, or a folder with one.
+      like: a name of shapes.SHAPES, a config.json, or a folder with one.
       device: where the wide weights go; None: the small model's.
     Errors: ValueError naming the size that does not fit or the head's feature that cannot be widened;
       FileNotFoundError; both before anything is made.
@@ -106,7 +106,7 @@ def load(model: str, draft: str, like: str | None, device: str) -> tuple[ns.Mode
     return wide_model, name, wide_head
 
 
-def widen_draft(p: Plan) -> ns.Draft | None:
+def widen_draft(p: Widening) -> ns.Draft | None:
     """The wide head of a plan that has one."""
     if p.draft is None:
         return None
@@ -114,7 +114,7 @@ def widen_draft(p: Plan) -> ns.Draft | None:
     return ns.Draft(draft_model.Eagle3(cfg), params)
 
 
-def write(p: Plan, folder: Path) -> list[Path]:
+def write(p: Widening, folder: Path) -> list[Path]:
     """The wide model and head as Hugging Face folders, a layer at a time -> the folders written.
 
     A folder's config.json goes first and comes last: what was cut off does not load.
@@ -136,7 +136,7 @@ def write(p: Plan, folder: Path) -> list[Path]:
     return [target, head]
 
 
-def write_target(p: Plan, folder: Path) -> None:
+def write_target(p: Widening, folder: Path) -> None:
     """The model's config, tokenizer and weights, a shard for each layer."""
     for old in (folder / "config.json", *folder.glob("model*.safetensors*")):
         old.unlink(missing_ok=True)
@@ -144,7 +144,8 @@ def write_target(p: Plan, folder: Path) -> None:
     total, where = 0, dict[str, str]()
     for i, tensors in enumerate(shards(p, raw), 1):
         name = f"model-{i:05}-of-{p.cfg.num_layers + 3:05}.safetensors"
-        write_whole(folder / name, partial(save_file, tensors, metadata={"format": "pt"}))
+        with files.whole(folder / name) as part:
+            save_file(tensors, part, metadata={"format": "pt"})
         where |= dict.fromkeys(tensors, name)
         total += sum(x.numel() * x.element_size() for x in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": where}
@@ -155,7 +156,7 @@ def write_target(p: Plan, folder: Path) -> None:
     write_json(folder / "config.json", raw)
 
 
-def shards(p: Plan, raw: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
+def shards(p: Widening, raw: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
     """The wide model's tensors under Hugging Face names, as many at a time as a file holds."""
     ends = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
     done = 0
@@ -172,20 +173,11 @@ def shards(p: Plan, raw: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
         done += 1
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written beside its place, sync it and rename it: whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    write(part)
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    part.replace(path)
-
-
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    write_whole(path, lambda part: part.write_text(json.dumps(value, indent=2) + "\n"))
+    files.write(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def size(p: Plan) -> int:
+def size(p: Widening) -> int:
     """Bytes that the folders take, but for a few files of text."""
     e, cfg = p.cfg.hidden_size, p.cfg
 
@@ -201,7 +193,7 @@ def size(p: Plan) -> int:
     return count * p.make.dtype.itemsize
 
 
-def describe(p: Plan) -> dict[str, Any]:
+def describe(p: Widening) -> dict[str, Any]:
     """config.json of the wide model."""
     cfg, layer, rope = p.cfg, p.small.params.layers[0], p.cfg.rope
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
@@ -245,9 +237,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--draft", type=head_name, default="eagle", metavar="eagle|eagle:X|none", help="the head; X: a folder or hub id"
     )
     parser.add_argument(
-        "--like", default="llama-3.1-8b", metavar="SHAPE", help=f"{', '.join(wide.SHAPES)}, or a config.json"
+        "--like", default="llama-3.1-8b", metavar="SHAPE", help=f"{', '.join(shapes.SHAPES)}, or a config.json"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="DIR/target and DIR/head are written")
+    parser.add_argument(
+        "--out", type=arguments.folder, required=True, metavar="DIR", help="DIR/target and DIR/head are written"
+    )
     parser.add_argument("--device", default="auto", metavar="D", help="where it is computed: auto, cpu, cuda, cuda:N")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the files")
     return parser
@@ -265,12 +259,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        wide.find_shape(args.like)
+        shapes.find_shape(args.like)
         small = ns.load(args.model, device=args.device, dtype="fp32")
         draft = ns.load_draft(args.draft, small)
         planned = plan(small, args.like, draft, dtype=weights.DTYPES[args.dtype])
-        if args.out.exists() and not args.out.is_dir():
-            raise ValueError(f"argument --out: {args.out} is not a folder")
         start = time.perf_counter()
         folders = write(planned, args.out)
     except (ValueError, OSError) as error:

@@ -5,6 +5,7 @@
 >>> ns.generate(model, ["Hello"], draft=ns.load_draft("ngram", model))  # doctest: +SKIP
 """
 
+from nanospec_fn.admission import Admission
 from nanospec_fn.capture import capture
 from nanospec_fn.draft import Draft, Speculation
 from nanospec_fn.draft_model import load_draft
@@ -18,6 +19,7 @@ from nanospec_fn.struct import DonatedError
 from nanospec_fn.weights import load
 
 __all__ = [
+    "Admission",
     "Chunk",
     "Completion",
     "Config",

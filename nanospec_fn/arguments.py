@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import nanospec_fn as ns
@@ -74,6 +75,37 @@ def positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not 1 <= int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"must be an integer from 1 to 2147483647, got {text!r}")
     return int(text)
+
+
+def natural(text: str) -> int:
+    """The type of a count that may be 0, of an index, of a seed."""
+    if not text.isascii() or not text.isdecimal() or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 to 2147483647, got {text!r}")
+    return int(text)
+
+
+def path(text: str) -> Path:
+    """The type of a file or folder that is to be written: Path would take "" for the current folder."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"must be a path, got {text!r}")
+    return Path(text)
+
+
+def folder(text: str) -> Path:
+    """The type of a folder to write into, which need not exist."""
+    place = path(text)
+    found = next(part for part in (place, *place.parents) if part.exists())
+    if not found.is_dir():
+        raise argparse.ArgumentTypeError(f"{found} is a file")
+    return place
+
+
+def file(text: str) -> Path:
+    """The type of a file to write."""
+    place = path(text)
+    if place.is_dir() or not place.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{place} is a folder, or in one that does not exist")
+    return place
 
 
 def environment(parser: argparse.ArgumentParser, name: str, convert: Callable[[str], T], default: T) -> T:

@@ -123,6 +123,7 @@ class Sdpa:
     """Blockwise softmax attention in plain torch, on any device; the oracle. Row-canonical on a CPU."""
 
     page_size: int
+    bmm: str = "whole"  # of `model.Config`
 
     def plan(self, rows: Rows, page_table: Tensor, heads: int, kv_heads: int) -> Plan:
         width = page_table.shape[1] * self.page_size
@@ -173,7 +174,7 @@ class Sdpa:
         for part in plan.parts:
             keys, values = pages.read(pool, part.page, part.offset)  # [B, T, K, D], or [B, R, T, K, D]
             parts.append((_by_head(keys), _by_head(torch.where(part.read, values, 0)), part.hidden))
-        return pool, ungroup_heads(cpu.attention(q, parts, d**-0.5), b, kv_heads, r)
+        return pool, ungroup_heads(cpu.attention(q, parts, d**-0.5, self.bmm), b, kv_heads, r)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -217,20 +218,20 @@ class Canonical:
     def layer(
         self, plan: tuple[Rows, Tensor], pool: Tensor, q: Tensor, k: Tensor, v: Tensor, put: Write
     ) -> tuple[Tensor, Tensor]:
-        from nanospec_fn.kernels import attend  # needs Triton
+        from nanospec_fn.kernels import attend, kv  # needs Triton
 
         rows, page_table = plan
         pool = pool if put is put_ else pool.clone()
-        attend.store_kv(pool, k, v, rows.store, rows.position, page_table)
+        kv.write(pool, k, v, rows.store, rows.position, page_table)
         return pool, attend.attend(pool, q, rows.position, page_table, rows.base, rows.path)
 
     def turning_layer(
         self, plan: tuple[Rows, Tensor], pool: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, put: Write
     ) -> tuple[Tensor, Tensor]:
         """`layer` of qkv [n, H + 2K, D], whose queries and keys are turned by cos, sin [n, D/2] in the same launch."""
-        from nanospec_fn.kernels import attend  # needs Triton
+        from nanospec_fn.kernels import attend, kv  # needs Triton
 
         rows, page_table = plan
         pool = pool if put is put_ else pool.clone()
-        q, arrived = attend.turn_and_store(qkv, cos, sin, pool, rows.store, rows.position, page_table)
+        q, arrived = kv.turn_and_write(qkv, cos, sin, pool, rows.store, rows.position, page_table)
         return pool, attend.attend(pool, q, rows.position, page_table, rows.base, rows.path, arrived=arrived)

@@ -106,7 +106,7 @@ def parse_head(raw: dict[str, Any], target: model.Config, path: Path) -> eagle.H
     if not isinstance(draft_vocab, int) or not 0 < draft_vocab <= layer.vocab_size:
         raise ValueError(f"{path}: draft_vocab_size {draft_vocab!r} is not in 1..{layer.vocab_size}")
     return eagle.HeadConfig(
-        **vars(layer) | {"gemm": target.gemm, "tied": False},
+        **vars(layer) | {"gemm": target.gemm, "bmm": target.bmm, "tied": False},
         target_hidden_size=target_hidden,
         taps=taps,
         draft_vocab_size=draft_vocab,

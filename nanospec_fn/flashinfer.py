@@ -150,11 +150,11 @@ class FlashInfer:
     def layer(
         self, plan: tuple[Rows, Tensor, Planned], pool: Tensor, q: Tensor, k: Tensor, v: Tensor, put: Write
     ) -> tuple[Tensor, Tensor]:
-        from nanospec_fn.kernels import attend  # needs Triton
+        from nanospec_fn.kernels import kv  # needs Triton
 
         rows, page_table, planned = plan
         pool = pool if put is put_ else pool.clone()
-        attend.store_kv(pool, k, v, rows.store, rows.position, page_table)
+        kv.write(pool, k, v, rows.store, rows.position, page_table)
         shape = (q.shape[1], k.shape[1], q.shape[2])
         if shape not in planned.wrappers:
             planned.wrappers[shape] = self._wrap(planned.index, shape, q.dtype)

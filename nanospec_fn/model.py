@@ -48,6 +48,7 @@ class Config:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     gemm: str = "library"  # kernels.linear's choice for this device and dtype, made by `load`
+    bmm: str = "whole"  # kernels.cpu.attention's, likewise
 
 
 @state
@@ -255,7 +256,7 @@ def dense_attend(cfg: Config, b: int, t: int, position: Tensor) -> AttendLayer:
             )
             for y in (k, v)
         )
-        return ungroup_heads(cpu.attention(q, [(k, v, future)], cfg.head_dim**-0.5), b, cfg.num_kv_heads, t)
+        return ungroup_heads(cpu.attention(q, [(k, v, future)], cfg.head_dim**-0.5, cfg.bmm), b, cfg.num_kv_heads, t)
 
     return attend
 

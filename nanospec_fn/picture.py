@@ -4,10 +4,7 @@ A picture is one self-contained XML document on a background of its own, light o
 colour says, shape says too: accepted nodes have thick outlines, the target's own token a dashed one.
 """
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -121,22 +118,6 @@ def clip(text: str, width: int) -> str:
     while view.columns(head + tail) > width - 1:
         head, tail = head[:-1], tail[1:]
     return f"{head}…{tail}"
-
-
-def save(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file whole or not at all. Errors: OSError."""
-    target = Path(path)
-    handle, beside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(beside, 0o644)  # mkstemp's is for its owner alone
-        os.replace(beside, target)
-    except BaseException:
-        os.unlink(beside)
-        raise
 
 
 def _path(d: str, kind: str) -> str:

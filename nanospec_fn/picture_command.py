@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nanospec_fn import arguments, chat, checkpoint, picture, tally, trace, view
+from nanospec_fn import arguments, chat, checkpoint, files, picture, tally, trace, view
 
 PANELS = ("accepted by draft position", "accepted by position in the answer")
 
@@ -49,15 +49,9 @@ def natural(text: str) -> int:
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """`picture`; the exit code."""
     check(parser, args)
-    try:
-        found = trace.read(args.file)
-        if args.acceptance:
-            tried = tally.trials(found, args.request)
-        else:
-            record = view.pick(found, args.request or 0, args.round)
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(f"argument FILE: {error}")
+    found = read_trace(parser, args)
     if args.acceptance:
+        tried = tally.trials(found, args.request)
         title = f"{found.header.draft} draft, {shape(found)}: acceptance of {len(tried)} tokens"
         panels = dict(zip(PANELS, (tally.by_depth(tried), tally.by_place(tried)), strict=True))
         if args.out is None:
@@ -65,6 +59,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             return 0
         drawn = picture.acceptance(title, panels)
     else:
+        record = view.pick(found, args.request or 0, args.round)
         shown, tokenizer = view.of(found, record), read_tokenizer(parser, args.model)
         if args.out is None:
             colour, encoding = view.coloured(sys.stdout), sys.stdout.encoding
@@ -72,7 +67,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             return 0
         drawn = picture.tree(shown, tokenizer)
     try:
-        picture.save(args.out, drawn)
+        files.write(Path(args.out), drawn.encode())
     except OSError as error:
         print(f"{parser.prog}: error: {args.out} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
@@ -99,6 +94,29 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"argument --out: no such folder: {folder}")
     if not os.access(folder, os.W_OK):
         parser.error(f"argument --out: folder {folder} cannot be written")
+
+
+def read_trace(parser: argparse.ArgumentParser, args: argparse.Namespace) -> trace.Trace:
+    """The trace, once what is asked for is known to be in it; a last line that is not whole is told of."""
+    try:
+        found = trace.read(args.file)
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(f"argument FILE: {error}")
+    torn = f"line {len(found.rounds) + 2} is not whole and is left out" if found.cut else ""
+    option, count = "FILE" if args.request is None else "--request", len(found.header.requests)
+    try:
+        if args.request is not None and args.request >= count:
+            raise ValueError(f"request {args.request} is not in the trace, which has {count}")
+        option = option if args.round is None else "--round"
+        if args.acceptance:
+            tally.trials(found, args.request)
+        else:
+            view.pick(found, args.request or 0, args.round)
+    except ValueError as error:
+        parser.error(f"argument {option}: {args.file}: {error}" + (f"; {torn}" if torn else ""))
+    if torn:
+        print(f"{parser.prog}: {args.file}: {torn}", file=sys.stderr)
+    return found
 
 
 def shape(found: trace.Trace) -> str:

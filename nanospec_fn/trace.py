@@ -6,22 +6,17 @@ Reading a float gives back the bits that were written; minus infinity, which onl
 Shapes: N drafted nodes, R = N + 1 rows (row 0 the root, row i + 1 node i). Log-probs are in nats, draws fp32.
 """
 
-import dataclasses
 import hashlib
-import json
 import math
 import os
-import types
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanospec_fn import model
+from nanospec_fn import jsonl, model
 from nanospec_fn.acceptance import Evidence
 from nanospec_fn.draft import Speculation
 from nanospec_fn.sampling import Sampling
@@ -31,7 +26,6 @@ FORMAT, VERSION = "nanospec-trace", 1
 FINISHED = ("stop", "length")
 INT32 = 2**31
 TOLERANCE = 1e-4  # by which sums of fp32 figures may miss what they add up to
-LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -219,7 +213,7 @@ class Writer:
 
     def write(self, record: Round) -> None:
         """Errors: ValueError for a number that is not finite, OSError."""
-        line = _line(record).encode("ascii")
+        line = jsonl.dump(record).encode("ascii")
         while line:  # a disk that fills up takes a part
             line = line[self._out.write(line) :]
 
@@ -228,21 +222,9 @@ def create(file: File, header: Header) -> None:
     """Begin a trace, replacing what the file held. Errors: ValueError naming a file that cannot be written."""
     try:
         with open(file.path, "w", encoding="ascii") as out:
-            out.write(_line(header))
+            out.write(jsonl.dump(header))
     except OSError as error:
         raise ValueError(f"trace {file.path} cannot be written: {error.strerror}") from None
-
-
-def _line(record: Header | Round) -> str:
-    return json.dumps(_plain(record), allow_nan=False, separators=(",", ":")) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and value == -math.inf else value
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
@@ -262,12 +244,12 @@ def read(path: str | os.PathLike[str]) -> Trace:
         raise ValueError(f"{os.fspath(path)!r}: {error}") from None
     if not lines:
         raise ValueError(f"{path}: line 1: the header is incomplete")
-    raw = _load(lines[0], f"{path}: line 1")
+    raw = jsonl.load(lines[0], f"{path}: line 1")
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ValueError(f"{path}: line 1: not the header of a {FORMAT}")
     if raw.get("version") != VERSION or raw["version"] is True:
         raise ValueError(f"{path}: line 1: version {raw.get('version')!r} is not supported (version {VERSION} is)")
-    header = _parse(Header, raw, f"{path}: line 1")
+    header = jsonl.parse(Header, raw, f"{path}: line 1")
     try:
         for part in (header.speculation, *(r.sampling for r in header.requests)):
             if part is not None:
@@ -280,51 +262,11 @@ def read(path: str | os.PathLike[str]) -> Trace:
     rounds = []
     for number, line in enumerate(lines[1:], start=2):
         where = f"{path}: line {number}"
-        record = _parse(Round, _load(line, where), where)
+        record = jsonl.parse(Round, jsonl.load(line, where), where)
         if wrong := _inconsistent(record, header):
             raise ValueError(f"{where}: {wrong}")
         rounds.append(record)
     return Trace(header, rounds, cut=bool(rest))
-
-
-def _load(line: bytes, where: str) -> Any:
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        return json.loads(line, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def _parse(kind: Any, raw: Any, where: str) -> Any:
-    """JSON as a value of an annotated type. Errors: ValueError that begins with `where` and names the field."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
-        kinds = [k for k in args if k is not types.NoneType]
-        if raw is None and len(kinds) < len(args):
-            return None
-        kind = next((k for k in kinds if type(raw) is k), kinds[0])
-        return _parse(kind, raw, where)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        fields = {f.name: f.type for f in dataclasses.fields(kind)}
-        if not isinstance(raw, dict) or raw.keys() != fields.keys():
-            keys = raw.keys() ^ fields.keys() if isinstance(raw, dict) else {"an object"}
-            raise ValueError(f"{where}: {kind.__name__} has missing or unknown keys: {', '.join(sorted(keys))}")
-        return kind(**{name: _parse(type_, raw[name], f"{where}: {name}") for name, type_ in fields.items()})
-    if origin in (list, tuple) and isinstance(raw, list):
-        return origin(_parse(args[0], item, where) for item in raw)
-    if origin is dict and isinstance(raw, dict):
-        return {key: _parse(args[1], item, where) for key, item in raw.items()}
-    if kind is float and raw is None:
-        return -math.inf
-    if kind is float and type(raw) in (int, float):
-        if not abs(raw) <= LARGEST:  # JSON reads 1e400 as plus infinity
-            raise ValueError(f"{where}: {raw!r} is not a finite number of fp32")
-        return float(raw)
-    if type(raw) is not kind:
-        raise ValueError(f"{where}: {raw!r} is not of type {getattr(kind, '__name__', kind)}")
-    return raw
 
 
 def _inconsistent(r: Round, header: Header) -> str:

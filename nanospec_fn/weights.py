@@ -48,7 +48,7 @@ def load(name: str | os.PathLike[str] = "auto", device: str = "auto", dtype: str
     source = checkpoint.open_checkpoint(name)
     cfg = config.parse(source.config, source.path)
     params = build_target(source, cfg, where, precision)
-    cfg = dataclasses.replace(cfg, gemm=kernels.pick_gemm(where, precision))
+    cfg = dataclasses.replace(cfg, gemm=kernels.pick_gemm(where, precision), bmm=kernels.pick_bmm(where, precision))
     tokenizer = chat.from_gguf(source.metadata) if source.metadata else chat.from_folder(source.path)
     return model.Model(cfg, params, tokenizer, name)
 

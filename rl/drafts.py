@@ -22,7 +22,7 @@ from rl.train_eagle import Recipe, TrainState
 
 
 @dataclass(frozen=True)
-class Plan:
+class Upkeep:
     """The statics of a draft's life."""
 
     refresh: int = 0  # of a frozen copy: policy updates between copies; 0: it stays what it is
@@ -45,21 +45,21 @@ class DraftState:
     train: Any  # TrainState of a head that trains, else ()
 
 
-def trained(draft: ns.Draft, depth: int, optimize: Optimizer, policy: ns.Model) -> Plan:
-    """The plan of a head that learns to draft `depth` tokens. Errors: ValueError for a draft that is no head."""
+def trained(draft: ns.Draft, depth: int, optimize: Optimizer, policy: ns.Model) -> Upkeep:
+    """The upkeep of a head that learns to draft `depth` tokens. Errors: ValueError for a draft that is no head."""
     cfg = getattr(draft.method, "cfg", None)
     if not isinstance(cfg, eagle.HeadConfig):
         raise ValueError(f"draft {draft.method.name!r} is no EAGLE-3 head and cannot be trained")
-    return Plan(recipe=Recipe(cfg, depth, eagle_loss.DECAY, policy.params.embed.dtype), optimize=optimize)
+    return Upkeep(recipe=Recipe(cfg, depth, eagle_loss.DECAY, policy.params.embed.dtype), optimize=optimize)
 
 
-def begin(model: ns.Model, draft: ns.Draft | None, plan: Plan, tokens: Tensor) -> DraftState:
+def begin(model: ns.Model, draft: ns.Draft | None, upkeep: Upkeep, tokens: Tensor) -> DraftState:
     """The state before the first step. Args: tokens: [1, T] of some text, to take the scale of a head's taps from."""
     train: Any = ()
-    if draft and plan.recipe and plan.optimize:
-        train = adopt(draft.params, plan.recipe, plan.optimize, eagle_loss.observe(model, plan.taps, tokens).taps)
+    if draft and upkeep.recipe and upkeep.optimize:
+        train = adopt(draft.params, upkeep.recipe, upkeep.optimize, eagle_loss.observe(model, upkeep.taps, tokens).taps)
     zero = torch.zeros((), dtype=torch.int64)
-    return DraftState(zero, zero.clone(), draft.params if draft and plan.refresh else (), train)
+    return DraftState(zero, zero.clone(), draft.params if draft and upkeep.refresh else (), train)
 
 
 def adopt(head: Any, recipe: Recipe, optimize: Optimizer, taps: Tensor) -> TrainState:
@@ -72,20 +72,20 @@ def adopt(head: Any, recipe: Recipe, optimize: Optimizer, taps: Tensor) -> Train
     return TrainState(params=params, adam=optimize.init(params), scale=scale, target_id=head.target_id.clone())
 
 
-def restore(draft: ns.Draft | None, plan: Plan, saved: DraftState) -> DraftState:
+def restore(draft: ns.Draft | None, upkeep: Upkeep, saved: DraftState) -> DraftState:
     """Put a saved state's weights in front of the engine."""
     if draft is None:
         return saved
-    if plan.refresh:
+    if upkeep.refresh:
         write(draft.params, saved.weights)
-    if plan.recipe:
-        serve(draft, plan.recipe, saved.train)
-    return struct.replace(saved, weights=draft.params if plan.refresh else ())
+    if upkeep.recipe:
+        serve(draft, upkeep.recipe, saved.train)
+    return struct.replace(saved, weights=draft.params if upkeep.refresh else ())
 
 
-def refresh(draft: ns.Draft | None, plan: Plan, state: DraftState, policy: ns.Model, version: int) -> DraftState:
+def refresh(draft: ns.Draft | None, upkeep: Upkeep, state: DraftState, policy: ns.Model, version: int) -> DraftState:
     """After the policy's update to `version`: copy it if it is time."""
-    if draft is None or not plan.refresh or version % plan.refresh:
+    if draft is None or not upkeep.refresh or version % upkeep.refresh:
         return state
     write(draft.params, policy.params)
     now = torch.full_like(state.version, version)
@@ -93,31 +93,31 @@ def refresh(draft: ns.Draft | None, plan: Plan, state: DraftState, policy: ns.Mo
 
 
 def learn(
-    draft: ns.Draft | None, plan: Plan, state: DraftState, policy: ns.Model, batches: Sequence[Batch], version: int
+    draft: ns.Draft | None, upkeep: Upkeep, state: DraftState, policy: ns.Model, batches: Sequence[Batch], version: int
 ) -> tuple[DraftState, list[float]]:
     """An update of a head that trains for every batch, and the first step's cross-entropy [nats] before each.
 
     Soft cross-entropy to the policy's own logits at what it really wrote; gradients reach the head alone.
     """
-    if draft is None or plan.recipe is None or plan.optimize is None:
+    if draft is None or upkeep.recipe is None or upkeep.optimize is None:
         return state, []
     train, losses = state.train, []
     for batch in batches:
-        train, info = train_eagle.train_step(policy, plan.recipe, plan.optimize, train, batch)
+        train, info = train_eagle.train_step(policy, upkeep.recipe, upkeep.optimize, train, batch)
         losses.append(float(info["loss"][0]))
-    serve(draft, plan.recipe, train)
+    serve(draft, upkeep.recipe, train)
     made = state.version + len(losses)
     return struct.replace(state, version=made, changed=torch.full_like(made, version), train=train), losses
 
 
 def supervised(
-    policy: ns.Model, plan: Plan, state: DraftState, seen: Sequence[tuple[Micro, Scored]]
+    policy: ns.Model, upkeep: Upkeep, state: DraftState, seen: Sequence[tuple[Micro, Scored]]
 ) -> Iterator[Batch]:
     """What a head learns from: a batch for every microbatch that the policy has scored, whose streams it kept."""
-    if plan.recipe is None:
+    if upkeep.recipe is None:
         return
     for batch, scored in seen:
-        row, live = eagle_loss.supervise(batch.length, batch.prompt, batch.tokens.shape[1], plan.recipe.unroll)
+        row, live = eagle_loss.supervise(batch.length, batch.prompt, batch.tokens.shape[1], upkeep.recipe.unroll)
         best = torch.zeros_like(batch.tokens.flatten()).index_put((batch.row,), scored.best).view(batch.tokens.shape)
         view = Seen(taps=scored.taps, x=scored.x, best=best)
         yield eagle_loss.prepare(policy, state.train.target_id, batch.tokens, view, row, live)

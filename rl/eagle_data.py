@@ -64,17 +64,22 @@ def observe_all(
     Takes (F + E) * N numbers of memory on the target's device, and spares a pass of the target at every step.
     """
     ordered = sorted(members, key=lambda i: (len(data.sequence(i)), i))
-    parts, start, at = [], {}, 0
+    total = sum(min(len(data.sequence(i)), max_len) for i in members)
+    kept: list[Tensor] = []  # made once the first batch says of which width and type: parts joined would be there twice
+    start, at = {}, 0
     for first in range(0, len(ordered), batch):
         chosen = ordered[first : first + batch]
         tokens, length, _ = collate(data, chosen, max_len, target.params.embed.device)
         seen = eagle_loss.observe(target, taps, tokens)
         real = torch.arange(tokens.shape[1], device=length.device) < length[:, None]
-        parts.append([x[real] for x in (seen.taps, seen.x, seen.best)])
+        views = (seen.taps, seen.x, seen.best)
+        kept = kept or [x.new_empty(total, *x.shape[2:]) for x in views]
+        for column, x in zip(kept, views, strict=True):
+            column[at : at + int(length.sum())] = x[real]
         for i in chosen:
             start[i] = at
             at += min(len(data.sequence(i)), max_len)
-    return Seen(*(torch.cat(column) for column in zip(*parts, strict=True))), start
+    return Seen(*kept), start
 
 
 def recall(seen: Seen, start: Sequence[int], tokens: Tensor) -> Seen:

@@ -13,8 +13,8 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 import nanospec_fn as ns
-from nanospec_fn import eagle, model, weights
-from rl import eagle_loss, run_files
+from nanospec_fn import eagle, files, model, weights
+from rl import eagle_loss
 
 
 def config_for(target: ns.Model, taps: tuple[int, ...], draft_vocab: int, intermediate: int) -> eagle.HeadConfig:
@@ -86,9 +86,9 @@ def write_folder(
     if cfg.draft_vocab_size < cfg.vocab_size:
         tensors["d2t"] = target_id - torch.arange(len(target_id))
         tensors["t2d"] = torch.zeros(cfg.vocab_size, dtype=torch.bool).index_fill_(0, target_id, True)
-    run_files.write_whole(folder / "model.safetensors", to_bytes(tensors, metadata={"format": "pt"}))
+    files.write(folder / "model.safetensors", to_bytes(tensors, metadata={"format": "pt"}))
     raw = describe(cfg, target, dtype) | ({} if isinstance(params.head, Tensor) else {"lm_head": weights.TARGET_ROWS})
-    run_files.write_whole(folder / "config.json", (json.dumps(raw, indent=2) + "\n").encode())
+    files.write(folder / "config.json", (json.dumps(raw, indent=2) + "\n").encode())
 
 
 def named(params: eagle.HeadParams, cfg: eagle.HeadConfig) -> dict[str, Tensor]:

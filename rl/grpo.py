@@ -6,7 +6,6 @@ A step samples groups of completions, scores them, weighs every token by pi_old 
 Source: GRPO (Shao et al. 2024, arXiv 2402.03300).
 """
 
-import argparse
 import functools
 import sys
 import time
@@ -25,6 +24,7 @@ from rl import (
     alarm,
     drafts,
     experience,
+    grpo_config,
     grpo_log,
     grpo_options,
     optimizer,
@@ -34,8 +34,9 @@ from rl import (
     run_files,
     tasks,
 )
-from rl.drafts import DraftState, Plan
+from rl.drafts import DraftState, Upkeep
 from rl.experience import EVALUATE, Experience, Order, Version
+from rl.grpo_config import GrpoConfig
 from rl.grpo_log import Known
 from rl.optimizer import Optimizer
 from rl.policy import Micro, PolicyState, Scored
@@ -48,14 +49,14 @@ from rl.tasks import Task
 class Setting:
     """What stays the same over a run."""
 
-    args: argparse.Namespace
+    config: GrpoConfig
     ranks: Ranks
     task: Task
     engine: ns.Engine  # serves the policy's weights and the draft's
     first: model.Params  # the policy of step 0
     recipe: Recipe
     optimize: Optimizer
-    plan: Plan
+    upkeep: Upkeep
 
 
 @struct.state
@@ -73,19 +74,19 @@ class RunState:
 
 def train_step(setting: Setting, state: RunState) -> tuple[RunState, dict[str, Any]]:
     """One step: the new state, and its line of the log."""
-    args, served = setting.args, setting.engine.model
+    config, served = setting.config, setting.engine.model
     clock = [time.perf_counter()]
     rollouts = collect(setting, state)
     clock.append(time.perf_counter())
 
     tokens = experience.tokens_of(rollouts, served.params.embed.device)
     seen, known = look(setting, rollouts)
-    reward = torch.tensor([one.value for one in rollouts.rewards], dtype=torch.float64).view(-1, args.group)
+    reward = torch.tensor([one.value for one in rollouts.rewards], dtype=torch.float64).view(-1, config.group)
     by_group, flat = policy_loss.advantages(reward)
     advantage = by_group.flatten().to(tokens.target)[tokens.sequence]
     weights = policy_loss.correct(setting.recipe, known.old, tokens.behaviour, advantage)
     length = torch.tensor(rollouts.lengths, device=advantage.device)
-    scale = policy_loss.token_scale(args.loss, length, args.max_tokens)[tokens.sequence]
+    scale = policy_loss.token_scale(config.loss, length, config.max_tokens)[tokens.sequence]
     clock.append(time.perf_counter())
 
     draft, losses = teach(setting, state, seen)
@@ -96,45 +97,45 @@ def train_step(setting: Setting, state: RunState) -> tuple[RunState, dict[str, A
         return policy_loss.loss(setting.recipe, logp, *part)
 
     # What a flat group adds is 0, unless there is a KL to step 0.
-    telling = [i for i in share(setting) if args.kl_beta or not flat[i // args.group]]
-    grads, loss = policy.gradient(served, micros(setting, rollouts, telling), args.temperature, objective)
+    telling = [i for i in share(setting) if config.kl_beta or not flat[i // config.group]]
+    grads, loss = policy.gradient(served, micros(setting, rollouts, telling), config.temperature, objective)
     ranks.add_(setting.ranks, (grads, loss))
     trained, norm = policy.update(served.params, state.policy, setting.optimize, grads)
-    draft = drafts.refresh(setting.engine.draft, setting.plan, draft, served, state.step + 1)
+    draft = drafts.refresh(setting.engine.draft, setting.upkeep, draft, served, state.step + 1)
     clock.append(time.perf_counter())
 
-    line = grpo_log.of_rollouts(rollouts, clock) | grpo_log.of_tokens(args, tokens, known, weights)
+    line = grpo_log.of_rollouts(rollouts, clock) | grpo_log.of_tokens(config, tokens, known, weights)
     line |= grpo_log.of_versions(rollouts.version, tokens, state.step, int(state.draft.changed))
-    line |= {"groups_with_signal": int((~flat).sum()), "groups": len(flat), "lr": args.lr}
+    line |= {"groups_with_signal": int((~flat).sum()), "groups": len(flat), "lr": config.lr}
     line |= {"loss": float(loss), "grad_norm": float(norm), "draft_loss": losses[-1] if losses else None}
     return RunState(policy=trained, draft=draft), {"step": state.step + 1} | line
 
 
 def collect(setting: Setting, state: RunState) -> Experience:
     """The rollouts of the next step, by all ranks."""
-    args, draft = setting.args, setting.engine.draft
+    config, draft = setting.config, setting.engine.draft
     version = Version(state.step, int(state.draft.version) if draft else None)
-    order = Order(args.seed, state.step + 1, args.prompts, args.group, grpo_options.sampling(args), version)
-    mine, gather = setting.ranks.share(args.prompts), functools.partial(ranks.gather, setting.ranks)
+    order = Order(config.seed, state.step + 1, config.prompts, config.group, grpo_config.sampling(config), version)
+    mine, gather = setting.ranks.share(config.prompts), functools.partial(ranks.gather, setting.ranks)
     return experience.collect(setting.engine, setting.task, order, mine, gather)
 
 
 def share(setting: Setting) -> list[int]:
     """The sequences that this rank has sampled and trains on."""
-    group = setting.args.group
-    return [i * group + j for i in setting.ranks.share(setting.args.prompts) for j in range(group)]
+    group = setting.config.group
+    return [i * group + j for i in setting.ranks.share(setting.config.prompts) for j in range(group)]
 
 
 def micros(setting: Setting, rollouts: Experience, members: Sequence[int]) -> Iterator[Micro]:
     """Some of the sequences as microbatches."""
     sequences = [rollouts.sequence(i) for i in range(len(rollouts.prompts))]
     device = setting.engine.model.params.embed.device
-    return policy.micros(sequences, list(map(len, rollouts.prompts)), members, setting.args.micro_tokens, device)
+    return policy.micros(sequences, list(map(len, rollouts.prompts)), members, setting.config.micro_tokens, device)
 
 
 def look(setting: Setting, rollouts: Experience) -> tuple[list[tuple[Micro, Scored]], Known]:
     """The tokens under the policy and under that of step 0: this rank's microbatches, and all tokens' log-probs."""
-    served, taps, heat = setting.engine.model, setting.plan.taps, setting.args.temperature
+    served, taps, heat = setting.engine.model, setting.upkeep.taps, setting.config.temperature
     batches = micros(setting, rollouts, share(setting))
     seen = [(batch, policy.score(served, setting.first, batch, heat, taps)) for batch in batches]
     own = [(batch.index.cpu(), *(x.cpu() for x in (s.logp, s.first, s.kl))) for batch, s in seen]
@@ -146,22 +147,22 @@ def look(setting: Setting, rollouts: Experience) -> tuple[list[tuple[Micro, Scor
 
 def teach(setting: Setting, state: RunState, seen: Sequence[tuple[Micro, Scored]]) -> tuple[DraftState, list[float]]:
     """Train the head on the rollouts, if it is to learn. Ranks make as many updates as the one with fewest batches."""
-    plan, served = setting.plan, setting.engine.model
-    if plan.recipe is None:
+    upkeep, served = setting.upkeep, setting.engine.model
+    if upkeep.recipe is None:
         return state.draft, []
     fewest = min(ranks.gather(setting.ranks, len(seen)))
-    batches = list(drafts.supervised(served, plan, state.draft, seen[:fewest]))
-    return drafts.learn(setting.engine.draft, plan, state.draft, served, batches, state.step)
+    batches = list(drafts.supervised(served, upkeep, state.draft, seen[:fewest]))
+    return drafts.learn(setting.engine.draft, upkeep, state.draft, served, batches, state.step)
 
 
 def evaluate(setting: Setting, state: RunState) -> dict[str, Any]:
     """Greedy completions of held-out problems: shares that are solved, mean reward."""
-    args = setting.args
-    problems = setting.task.held_out[: args.eval_limit]
+    config = setting.config
+    problems = setting.task.held_out[: config.eval_limit]
     share = setting.ranks.share(len(problems))
     prompts = experience.encode(setting.engine.model, [problems[i] for i in share])
-    seeds = [experience.seed_of(args.seed, state.step, EVALUATE, i, 0) for i in share]
-    greedy = ns.Sampling(max_tokens=args.max_tokens)
+    seeds = [experience.seed_of(config.seed, state.step, EVALUATE, i, 0) for i in share]
+    greedy = ns.Sampling(max_tokens=config.max_tokens)
     done = experience.roll_out(setting.engine, prompts, greedy, seeds)
     own = [setting.task.reward(problems[i], one.text, one.tokens) for i, one in zip(share, done, strict=True)]
     return grpo_log.of_rewards([one for part in ranks.gather(setting.ranks, own) for one in part]) | {
@@ -174,56 +175,58 @@ Hook = Callable[[str, int], None]  # what is about to be done, and in which step
 
 def fit(setting: Setting, state: RunState, about: dict[str, Any], on: Hook = lambda what, step: None) -> RunState:
     """Train from `state` to the last step, with a log line after each and a checkpoint after some."""
-    args, first, resumed = setting.args, setting.ranks.first, state.step > 0
+    config, first, resumed = setting.config, setting.ranks.first, state.step > 0
     wanted = alarm.served(setting.engine)
-    todo = range(state.step + 1, args.steps + 1)
-    with tqdm(todo, initial=state.step, total=args.steps, unit="step", disable=args.quiet or not first) as bar:
+    todo = range(state.step + 1, config.steps + 1)
+    with tqdm(todo, initial=state.step, total=config.steps, unit="step", disable=config.quiet or not first) as bar:
         for step in bar:
             on("rollout", step)
             alarm.check(setting.engine, setting.ranks, wanted, state.step, int(state.draft.version))
             state, line = train_step(setting, state)
             alarm.check_bits(setting.engine, line)
-            wanted, last = alarm.served(setting.engine), step == args.steps
-            evaluated = setting.task.held_out and args.eval_every and (last or step % args.eval_every == 0)
+            wanted, last = alarm.served(setting.engine), step == config.steps
+            evaluated = setting.task.held_out and config.eval_every and (last or step % config.eval_every == 0)
             line |= {"eval": evaluate(setting, state) if evaluated else None, "resumed": resumed}
             resumed = False
             if first:
                 on("log", step)
-                run_files.append(args.out / "log.jsonl", line)
-            if first and (last or step % args.save_every == 0):
+                run_files.append(config.out / "log.jsonl", line)
+            if first and (last or step % config.save_every == 0):
                 on("checkpoint", step)
-                run_files.save_state(args.out / "state.safetensors", state, about)
+                run_files.save_state(config.out / "state.safetensors", state, about)
             bar.set_postfix(reward=f"{line['reward']:.3f}", tok_s=f"{line['tok_s']:.0f}", refresh=False)
     return state
 
 
-def begin(served: ns.Model, draft: ns.Draft | None, task: Task, args: argparse.Namespace, rank: Ranks) -> Setting:
+def begin(served: ns.Model, draft: ns.Draft | None, task: Task, config: GrpoConfig, rank: Ranks) -> Setting:
     """Everything that a run needs, made once.
 
     Errors: ValueError for a prompt that leaves no room in the model's context, or what the engine refuses.
     """
-    used = list(task.problems[: args.steps * args.prompts])
-    used += task.held_out[: args.eval_limit] if args.eval_every else []
-    longest = max(map(len, experience.encode(served, used))) + args.max_tokens
+    used = list(task.problems[: config.steps * config.prompts])
+    used += task.held_out[: config.eval_limit] if config.eval_every else []
+    longest = max(map(len, experience.encode(served, used))) + config.max_tokens
     if longest > served.cfg.max_context:
         raise ValueError(
-            f"argument --max-tokens: the longest prompt has {longest - args.max_tokens} tokens, with {args.max_tokens} "
-            f"more it is over the model's context of {served.cfg.max_context}"
+            f"argument --max-tokens: the longest prompt has {longest - config.max_tokens} tokens, with "
+            f"{config.max_tokens} more it is over the model's context of {served.cfg.max_context}"
         )
-    speculation = ns.Speculation(top_k=args.spec_topk, depth=args.spec_depth) if draft else None
-    sizes = ns.EngineConfig(max_slots=args.slots, max_context=longest)
+    speculation = ns.Speculation(top_k=config.spec_topk, depth=config.spec_depth) if draft else None
+    sizes = ns.EngineConfig(max_slots=config.slots, max_context=longest)
     engine = ns.prepare(served, draft, sizes, speculation)
-    engine.program.check_request(grpo_options.sampling(args))
+    engine.program.check_request(grpo_config.sampling(config))
 
     def rate(value: float) -> Optimizer:
         return optimizer.adamw(lambda count: torch.full_like(count, value, dtype=torch.float64))
 
-    plan = Plan(refresh=args.draft_refresh)
-    if draft and args.draft_train:
+    upkeep = Upkeep(refresh=config.draft_refresh)
+    if draft and config.draft_train:
         add = functools.partial(ranks.add_, rank)
-        plan = drafts.trained(draft, args.spec_depth, drafts.together(rate(args.draft_lr), add, rank.size), served)
+        upkeep = drafts.trained(
+            draft, config.spec_depth, drafts.together(rate(config.draft_lr), add, rank.size), served
+        )
     first = pytree.tree_map(torch.clone, served.params)
-    return Setting(args, rank, task, engine, first, grpo_options.recipe(args), rate(args.lr), plan)
+    return Setting(config, rank, task, engine, first, grpo_config.recipe(config), rate(config.lr), upkeep)
 
 
 def init(setting: Setting) -> RunState:
@@ -232,7 +235,7 @@ def init(setting: Setting) -> RunState:
     tokens = torch.tensor(experience.encode(served, setting.task.problems[:1]), device=served.params.embed.device)
     return RunState(
         policy=policy.begin(served.params, setting.optimize),
-        draft=drafts.begin(served, draft, setting.plan, tokens),
+        draft=drafts.begin(served, draft, setting.upkeep, tokens),
     )
 
 
@@ -241,11 +244,11 @@ def resume(setting: Setting, state: RunState, about: dict[str, Any]) -> RunState
 
     Errors: ValueError naming the option that differs, or a file that is no checkpoint.
     """
-    log, path = setting.args.out / "log.jsonl", setting.args.out / "state.safetensors"
+    log, path = setting.config.out / "log.jsonl", setting.config.out / "state.safetensors"
     if path.exists():
         state = run_files.load_state(path, state, lambda saved: run_files.same_run(saved, about, path))
         master = policy.publish(setting.engine.model.params, state.policy.master)
-        draft = drafts.restore(setting.engine.draft, setting.plan, state.draft)
+        draft = drafts.restore(setting.engine.draft, setting.upkeep, state.draft)
         state = RunState(policy=struct.replace(state.policy, master=master), draft=draft)
     ranks.gather(setting.ranks, None)  # nobody writes before everybody has read
     if setting.ranks.first and log.exists():
@@ -253,38 +256,39 @@ def resume(setting: Setting, state: RunState, about: dict[str, Any]) -> RunState
     return state
 
 
-def run(args: argparse.Namespace, rank: Ranks, on: Hook = lambda what, step: None) -> RunState:
+def run(config: GrpoConfig, rank: Ranks, on: Hook = lambda what, step: None) -> RunState:
     """Load, begin or resume, train.
 
-    Errors: ValueError, FileNotFoundError as `begin`, `resume` and the loaders.
+    Errors: ValueError, FileNotFoundError as `GrpoConfig.validate`, `begin`, `resume` and the loaders.
     """
-    loaded = ns.load(args.model, device=ranks.device_of(args.device), dtype=args.dtype)
-    draft = ns.load_draft(args.draft, loaded)
-    setting = begin(loaded, draft, tasks.load(args.task, loaded, args.seed), args, rank)
+    config.validate()
+    loaded = ns.load(config.model, device=ranks.device_of(config.device), dtype=config.dtype)
+    draft = ns.load_draft(config.draft, loaded)
+    setting = begin(loaded, draft, tasks.load(config.task, loaded, config.seed), config, rank)
     state = init(setting)
-    about = grpo_options.signature(args) | {"weights": policy.fingerprint(loaded.params), "ranks": rank.size}
+    about = grpo_config.signature(config) | {"weights": policy.fingerprint(loaded.params), "ranks": rank.size}
     if rank.first:
-        args.out.mkdir(parents=True, exist_ok=True)
-    if args.resume:
+        config.out.mkdir(parents=True, exist_ok=True)
+    if config.resume:
         state = resume(setting, state, about)
-    log = args.out / "log.jsonl"
+    log = config.out / "log.jsonl"
     if rank.first and not (log.exists() and run_files.read_lines(log)):
         own = () if state.policy.master is loaded.params else state.policy.master
         held = {"served": loaded.params, "master": own, "optimizer": state.policy.adam, "first": setting.first}
         held |= {"draft": setting.engine.params.draft, "draft_training": state.draft.train}
-        header = grpo_log.header(args, loaded, about, held)
+        header = grpo_log.header(config, loaded, about, held)
         run_files.write_lines(log, [header])
     return fit(setting, state, about, on)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train a policy; the exit code."""
-    args = grpo_options.parse(argv)
-    if args.deterministic:
+    config = grpo_options.parse(argv)
+    if config.deterministic:
         grpo_options.deterministic()
-    rank = ranks.start(args.device)
+    rank = ranks.start(config.device)
     try:
-        run(args, rank)
+        run(config, rank)
     except (ValueError, FileNotFoundError) as error:
         print(f"python -m rl.grpo: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

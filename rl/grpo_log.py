@@ -1,6 +1,5 @@
 """The lines of a run's log: a header, then one a step. docs/rl.md says what each field means."""
 
-import argparse
 import itertools
 import platform
 from collections.abc import Mapping, Sequence
@@ -11,10 +10,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import nanospec_fn as ns
-from bench import revision
-from nanospec_fn import struct
+from nanospec_fn import revision, struct
 from rl import mismatch
 from rl.experience import Experience, Tokens, Version
+from rl.grpo_config import GrpoConfig
 from rl.policy_loss import Weights
 from rl.tasks import Reward
 
@@ -28,12 +27,10 @@ class Known:
     kl: Tensor  # [n], KL(pi_old || pi_0) of the token's row, over the whole vocabulary
 
 
-def header(
-    args: argparse.Namespace, model: ns.Model, about: Mapping[str, Any], held: Mapping[str, Any]
-) -> dict[str, Any]:
+def header(config: GrpoConfig, model: ns.Model, about: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
     """The first line. Args: held: pytrees by name, whose bytes are told."""
     embed = model.params.embed
-    options = {name: str(value) if name == "out" else value for name, value in sorted(vars(args).items())}
+    options = {name: str(value) if name == "out" else value for name, value in sorted(vars(config).items())}
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -92,13 +89,15 @@ def of_rollouts(rollouts: Experience, clock: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def of_tokens(args: argparse.Namespace, tokens: Tokens, known: Known, weights: Weights) -> dict[str, Any]:
+def of_tokens(config: GrpoConfig, tokens: Tokens, known: Known, weights: Weights) -> dict[str, Any]:
     """How far the sampler was from the policy, what the correction made of it, and the most memory there was in use."""
     device = tokens.target.device
     exact, gap = mismatch.agreement(known.old, tokens.target)
-    n, rule = max(len(known.old), 1), args.acceptance
+    n, rule = max(len(known.old), 1), config.acceptance
     return mismatch.weights(known.old, tokens.behaviour) | {
-        "chi2": mismatch.chi_square(rule, args.alpha, args.spec_topk, tokens.target, tokens.behaviour, tokens.origin),
+        "chi2": mismatch.chi_square(
+            rule, config.alpha, config.spec_topk, tokens.target, tokens.behaviour, tokens.origin
+        ),
         "masked": int((~weights.keep).sum()) / n,
         "clipped": int(weights.clipped.sum()) / n,
         "missing_mass": mismatch.missing_mass(rule, tokens.target, tokens.origin),

@@ -1,37 +1,36 @@
 """The options of `python -m rl.grpo`, and every refusal that needs no model."""
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import nanospec_fn as ns
 from nanospec_fn import arguments, checkpoint, draft_model, weights
 from nanospec_fn import sampling as samplings
-from rl import policy_loss, ranks, run_files, tasks
-from rl.policy_loss import Recipe
-from rl.train_options import DTYPES, natural, real
+from rl import grpo_config, policy_loss, ranks, run_files, tasks
+from rl.grpo_config import GrpoConfig
+from rl.train_config import DTYPES
+from rl.train_options import real
 
-# An option that only means something beside another: option, the other, the values of it that give a meaning, default.
-BELONGS: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
-    ("alpha", "acceptance", ("power",), 1.0),
-    ("tau", "acceptance", ("relaxed",), 1.0),
-    ("accept_topk", "acceptance", ("relaxed",), 0),
-    ("is_clip", "correction", ("clipped",), 2.0),
-    ("icepop_low", "correction", ("icepop",), 0.5),
-    ("icepop_high", "correction", ("icepop",), 5.0),
-    ("m2po_tau", "correction", ("m2po",), 0.04),
-    ("draft_refresh", "draft", ("frozen",), 0),
-    ("draft_train", "draft", ("eagle",), False),
-    ("draft_lr", "draft", ("eagle",), 1e-4),
-    ("spec_topk", "draft", ("frozen", "eagle", "model"), 1),
-    ("spec_depth", "draft", ("frozen", "eagle", "model"), 5),
+# An option that only means something beside another: option, the other, the values of it that give a meaning.
+BELONGS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("alpha", "acceptance", ("power",)),
+    ("tau", "acceptance", ("relaxed",)),
+    ("accept_topk", "acceptance", ("relaxed",)),
+    ("is_clip", "correction", ("clipped",)),
+    ("icepop_low", "correction", ("icepop",)),
+    ("icepop_high", "correction", ("icepop",)),
+    ("m2po_tau", "correction", ("m2po",)),
+    ("draft_refresh", "draft", ("frozen",)),
+    ("draft_train", "draft", ("eagle",)),
+    ("draft_lr", "draft", ("eagle",)),
+    ("spec_topk", "draft", ("frozen", "eagle", "model")),
+    ("spec_depth", "draft", ("frozen", "eagle", "model")),
 )
-# Options that may differ between a run and the one that goes on with it.
-FREE = ("out", "resume", "steps", "save_every", "quiet", "device")
 
 
 def draft_name(text: str) -> str:
@@ -50,139 +49,161 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", default="auto", help='"smollm2", a folder, a .gguf file or a hub id')
-    add("--task", default="toy", help=f"one of {', '.join(tasks.NAMES)}")
-    add("--steps", type=arguments.positive, default=20, help="updates of the policy")
-    add("--seed", type=natural, default=0)
-    add("--out", type=Path, help="folder of the log and the checkpoint (runs/NAME, the name made from the options)")
+    add("--model", help='"smollm2", a folder, a .gguf file or a hub id')
+    add("--task", help=f"one of {', '.join(tasks.NAMES)}")
+    add("--steps", type=arguments.positive, help="updates of the policy")
+    add("--seed", type=arguments.natural)
+    add(
+        "--out",
+        type=arguments.path,
+        help="folder of the log and the checkpoint (runs/NAME, the name made from the options)",
+    )
     add("--resume", action="store_true", help="go on from the checkpoint in --out; without one, start")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
-    add("--dtype", default="auto", choices=("auto", *DTYPES), help="of the served weights; updates are made in fp32")
+    add("--device", help="auto, cpu, cuda, cuda:N or mps")
+    add("--dtype", choices=("auto", *DTYPES), help="of the served weights; updates are made in fp32")
     add("--deterministic", action="store_true", help="the library's deterministic kernels on CUDA: resume to the bit")
     add("--quiet", action="store_true", help="no progress bar")
-    add("--save-every", type=arguments.positive, default=10, help="steps between checkpoints; the last one is saved")
-    add("--eval-every", type=natural, default=0, help="steps between greedy evaluations on held-out problems; 0: none")
-    add("--eval-limit", type=arguments.positive, default=64, help="problems of an evaluation")
+    add("--save-every", type=arguments.positive, help="steps between checkpoints; the last one is saved")
+    add("--eval-every", type=arguments.natural, help="steps between greedy evaluations on held-out problems; 0: none")
+    add("--eval-limit", type=arguments.positive, help="problems of an evaluation")
     roll = parser.add_argument_group("rollouts")
-    roll.add_argument("--prompts", type=arguments.positive, default=4, help="problems of a step")
-    roll.add_argument("--group", type=arguments.positive, default=4, help="completions of a problem")
-    roll.add_argument("--max-tokens", type=arguments.positive, default=16, help="most tokens of a completion")
-    roll.add_argument("--temperature", type=real(0, 1e6), default=1.0)
+    roll.add_argument("--prompts", type=arguments.positive, help="problems of a step")
+    roll.add_argument("--group", type=arguments.positive, help="completions of a problem")
+    roll.add_argument("--max-tokens", type=arguments.positive, help="most tokens of a completion")
+    roll.add_argument("--temperature", type=real(0, 1e6))
     roll.add_argument("--slots", type=arguments.positive, help="completions at once (all of a step's, at most 512)")
-    roll.add_argument("--acceptance", choices=samplings.RULES, default="exact", help="which drafted tokens are emitted")
+    roll.add_argument("--acceptance", choices=samplings.RULES, help="which drafted tokens are emitted")
     roll.add_argument("--alpha", type=float, help="of power: the exponent of the acceptance probability (1)")
     roll.add_argument("--tau", type=float, help="of relaxed: accept from this probability on (1)")
-    roll.add_argument("--accept-topk", type=natural, help="of relaxed: accept the so many most probable (0)")
+    roll.add_argument("--accept-topk", type=arguments.natural, help="of relaxed: accept the so many most probable (0)")
     draft = parser.add_argument_group("draft")
-    draft.add_argument("--draft", type=draft_name, default="none", metavar="none|frozen|eagle|eagle:X|model:X")
-    draft.add_argument("--draft-refresh", type=natural, help="of frozen: copy the policy every K steps (0: never)")
-    draft.add_argument("--draft-train", action="store_true", default=None, help="of a head: train it on the rollouts")
+    draft.add_argument("--draft", type=draft_name, metavar="none|frozen|eagle|eagle:X|model:X")
+    draft.add_argument(
+        "--draft-refresh", type=arguments.natural, help="of frozen: copy the policy every K steps (0: never)"
+    )
+    draft.add_argument("--draft-train", action="store_true", help="of a head: train it on the rollouts")
     draft.add_argument("--draft-lr", type=real(0, 1), help="of a head that trains (1e-4)")
     draft.add_argument("--spec-topk", type=arguments.positive, help="nodes of a level of the draft tree (1: a chain)")
     draft.add_argument("--spec-depth", type=arguments.positive, help="levels of the draft tree (5)")
     loss = parser.add_argument_group("loss; weights and ratios are per token")
-    loss.add_argument("--correction", choices=policy_loss.CORRECTIONS, default="exact", help="of the sampler's bias")
+    loss.add_argument("--correction", choices=policy_loss.CORRECTIONS, help="of the sampler's bias")
     loss.add_argument("--is-clip", type=real(0, 1e6), help="of clipped: the largest weight (2)")
     loss.add_argument("--icepop-low", type=real(0, 1, True), help="of icepop: mask a smaller weight (0.5)")
     loss.add_argument("--icepop-high", type=real(1, 1e6, True), help="of icepop: mask a larger one (5)")
     loss.add_argument("--m2po-tau", type=real(0, 1e6, True), help="of m2po: the largest mean of (log r)^2 (0.04)")
-    loss.add_argument("--loss", choices=policy_loss.LOSSES, default="dapo", help="the denominator")
-    loss.add_argument("--clip-eps", type=real(0, 1), default=0.2, help="PPO's clip of pi_theta / pi_old")
-    loss.add_argument("--kl-beta", type=real(0, 1e6, True), default=0.0, help="of the KL to the policy of step 0")
-    loss.add_argument("--lr", type=real(0, 1), default=5e-5, help="learning rate of AdamW, constant")
+    loss.add_argument("--loss", choices=policy_loss.LOSSES, help="the denominator")
+    loss.add_argument("--clip-eps", type=real(0, 1), help="PPO's clip of pi_theta / pi_old")
+    loss.add_argument("--kl-beta", type=real(0, 1e6, True), help="of the KL to the policy of step 0")
+    loss.add_argument("--lr", type=real(0, 1), help="learning rate of AdamW, constant")
     loss.add_argument("--micro-tokens", type=arguments.positive, help="positions at once (1024; 8192 on CUDA)")
+    # What belongs to another option is known to be given by its not being None; `parse` fills in the rest.
+    later = {"out", "slots", "micro_tokens", *(name for name, *_ in BELONGS)}
+    parser.set_defaults(**{f.name: None if f.name in later else f.default for f in dataclasses.fields(GrpoConfig)})
     return parser
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> GrpoConfig:
     """The options of a run; whatever is wrong with them ends the program with a line that names it."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    check(parser, args)
-    return args
-
-
-def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse, before any work, what argparse alone cannot check; fills in what belongs to another option."""
     belong(parser, args)
-    if not args.model:
-        parser.error("argument --model: model is empty")
-    try:
-        tasks.check(args.task)
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(f"argument --task: {error}")
-    try:
-        device = weights.pick_device(ranks.device_of(args.device))
-    except ValueError as error:
-        parser.error(f"argument --device: {error}")
-    args.micro_tokens = args.micro_tokens or (8192 if device.type == "cuda" else 1024)
-    check_sizes(parser, args)
-    check_draft(parser, args)
-    args.out = args.out or Path("runs") / name_of(args)
-    if args.out.exists() and not args.out.is_dir():
-        parser.error(f"argument --out: {args.out} is a file")
-    if not args.resume and (args.out / "log.jsonl").exists():
-        parser.error(f"argument --out: {args.out} holds a run; pass --resume to go on with it, or another folder")
-    saved = args.out / "state.safetensors"
-    if args.resume and saved.exists():
-        try:
-            about, wanted = run_files.read_about(saved), signature(args)
-            run_files.same_run({name: about.get(name) for name in wanted}, wanted, saved)
-        except ValueError as error:
-            parser.error(f"argument --resume: {error}")
+    derive(parser, args)
+    config = GrpoConfig(**vars(args))
+    check(parser, config)
+    return config
 
 
 def belong(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse an option without the one that it belongs to, else fill in its default."""
-    for name, other, values, default in BELONGS:
+    for name, other, values in BELONGS:
         option, beside = (f"--{x.replace('_', '-')}" for x in (name, other))
         if getattr(args, name) is None:
-            setattr(args, name, default)
+            setattr(args, name, getattr(GrpoConfig, name))
         elif getattr(args, other).partition(":")[0] not in values:
             wanted = " or ".join(f"{beside} {value}" for value in values)
             parser.error(f"argument {option}: needs {wanted}, got {beside} {getattr(args, other)}")
 
 
-def check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def derive(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fill in what follows from the other options and the machine."""
+    try:
+        device = weights.pick_device(ranks.device_of(args.device))
+    except ValueError as error:
+        parser.error(f"argument --device: {error}")
+    args.micro_tokens = args.micro_tokens or (8192 if device.type == "cuda" else GrpoConfig.micro_tokens)
+    args.slots = args.slots or min(args.prompts * args.group, 512)
+    args.out = args.out or Path("runs") / name_of(args)
+
+
+def check(parser: argparse.ArgumentParser, config: GrpoConfig) -> None:
+    """Refuse, before any work, what argparse alone cannot check."""
+    if not config.model:
+        parser.error("argument --model: model is empty")
+    try:
+        tasks.check(config.task)
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(f"argument --task: {error}")
+    check_sizes(parser, config)
+    check_draft(parser, config)
+    check_folder(parser, config)
+
+
+def check_folder(parser: argparse.ArgumentParser, config: GrpoConfig) -> None:
+    """--out is new, or holds the run that --resume goes on with."""
+    if config.out.exists() and not config.out.is_dir():
+        parser.error(f"argument --out: {config.out} is a file")
+    if not config.resume and (config.out / "log.jsonl").exists():
+        parser.error(f"argument --out: {config.out} holds a run; pass --resume to go on with it, or another folder")
+    saved = config.out / "state.safetensors"
+    if config.resume and saved.exists():
+        try:
+            about, wanted = run_files.read_about(saved), grpo_config.signature(config)
+            run_files.same_run({name: about.get(name) for name in wanted}, wanted, saved)
+        except ValueError as error:
+            parser.error(f"argument --resume: {error}")
+
+
+def check_sizes(parser: argparse.ArgumentParser, config: GrpoConfig) -> None:
     """Sizes and sampling parameters."""
     arguments.checked(
         parser,
         ns.Sampling,
         {
-            "max_tokens": ("--max-tokens", args.max_tokens),
-            "temperature": ("--temperature", args.temperature),
-            "seed": ("--seed", args.seed),
-            "rule": ("--acceptance", args.acceptance),
-            "alpha": ("--alpha", args.alpha),
-            "tau": ("--tau", args.tau),
-            "accept_top_k": ("--accept-topk", args.accept_topk),
+            "max_tokens": ("--max-tokens", config.max_tokens),
+            "temperature": ("--temperature", config.temperature),
+            "seed": ("--seed", config.seed),
+            "rule": ("--acceptance", config.acceptance),
+            "alpha": ("--alpha", config.alpha),
+            "tau": ("--tau", config.tau),
+            "accept_top_k": ("--accept-topk", config.accept_topk),
         },
     )
-    args.slots = args.slots or min(args.prompts * args.group, 512)
-    arguments.checked(parser, ns.EngineConfig, {"max_slots": ("--slots", args.slots)})
+    arguments.checked(parser, ns.EngineConfig, {"max_slots": ("--slots", config.slots)})
     size = ranks.world_size()
-    if args.prompts % size:
-        parser.error(f"argument --prompts: {args.prompts} groups cannot be shared evenly by {size} ranks")
-    if args.icepop_low > args.icepop_high:
-        parser.error(f"argument --icepop-low: {args.icepop_low:g} is above --icepop-high {args.icepop_high:g}")
+    if config.prompts % size:
+        parser.error(f"argument --prompts: {config.prompts} groups cannot be shared evenly by {size} ranks")
+    try:
+        config.validate()
+    except ValueError as error:
+        parser.error(f"argument --{str(error).split()[0].replace('_', '-')}: {error}")
 
 
-def check_draft(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_draft(parser: argparse.ArgumentParser, config: GrpoConfig) -> None:
     """The draft, its tree, and whether there is anything to accept."""
-    if args.draft == "none":
-        if args.acceptance != "exact":
-            parser.error(f"argument --acceptance: {args.acceptance} needs a draft to accept from, got --draft none")
+    if config.draft == "none":
+        if config.acceptance != "exact":
+            parser.error(f"argument --acceptance: {config.acceptance} needs a draft to accept from, got --draft none")
         return
-    spec = {"top_k": ("--spec-topk", args.spec_topk), "depth": ("--spec-depth", args.spec_depth)}
+    spec = {"top_k": ("--spec-topk", config.spec_topk), "depth": ("--spec-depth", config.spec_depth)}
     arguments.checked(parser, ns.Speculation, spec)
-    kind, _, source = args.draft.partition(":")
-    if args.draft_lr != 1e-4 and not args.draft_train:
+    kind, _, source = config.draft.partition(":")
+    if config.draft_lr != GrpoConfig.draft_lr and not config.draft_train:
         parser.error("argument --draft-lr: needs --draft-train")
     try:
         if source:
             checkpoint.open_checkpoint(source)
         elif kind == "eagle":
-            bundled(args.model)
+            bundled(config.model)
     except (ValueError, FileNotFoundError) as error:
         parser.error(f"argument --draft: {' '.join(str(error).split())}")
 
@@ -203,29 +224,6 @@ def name_of(args: argparse.Namespace) -> str:
     draft = args.draft.partition(":")[0] + ("-train" if args.draft_train else "")
     draft += f"-refresh{args.draft_refresh}" if args.draft_refresh else ""
     return "-".join((args.task, draft, rule, args.correction, args.loss, f"seed{args.seed}"))
-
-
-def recipe(args: argparse.Namespace) -> Recipe:
-    """The loss."""
-    names = ("correction", "is_clip", "icepop_low", "icepop_high", "m2po_tau", "loss", "clip_eps", "kl_beta")
-    return Recipe(**{name: getattr(args, name) for name in names})
-
-
-def sampling(args: argparse.Namespace) -> ns.Sampling:
-    """How a completion is sampled, all but its seed."""
-    return ns.Sampling(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        rule=args.acceptance,
-        alpha=args.alpha,
-        tau=args.tau,
-        accept_top_k=args.accept_topk,
-    )
-
-
-def signature(args: argparse.Namespace) -> dict[str, Any]:
-    """What must be equal between a run and the one that goes on with it."""
-    return {name: value for name, value in sorted(vars(args).items()) if name not in FREE}
 
 
 def deterministic() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanospec_fn import arguments
+from nanospec_fn import arguments, files
 from rl import run_files
 
 MISSING = "matplotlib is not installed: pip install 'nanospec-fn[rl]'"
@@ -270,7 +270,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m rl.plot", description="Pictures and a table of the runs of rl.grpo, side by side."
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder that holds log.jsonl, or a log")
-    parser.add_argument("--out", type=Path, default=Path("plots"), metavar="DIR", help="(plots)")
+    parser.add_argument("--out", type=arguments.folder, default="plots", metavar="DIR", help="(plots)")
     return parser
 
 
@@ -280,8 +280,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if importlib.util.find_spec("matplotlib") is None:
         parser.error(MISSING)
-    if args.out.exists() and not args.out.is_dir():
-        parser.error(f"argument --out: {args.out} is a file")
     try:
         found = distinct([read(path) for path in args.runs], args.runs)
     except (ValueError, FileNotFoundError) as error:
@@ -294,9 +292,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("argument RUN: no step is logged yet")
     args.out.mkdir(parents=True, exist_ok=True)
     text = table(runs)
-    run_files.write_whole(args.out / "curves.png", png(curves(runs)))
-    run_files.write_whole(args.out / "knee.png", png(knee(runs)))
-    run_files.write_whole(args.out / "table.md", text.encode())
+    files.write(args.out / "curves.png", png(curves(runs)))
+    files.write(args.out / "knee.png", png(knee(runs)))
+    files.write(args.out / "table.md", text.encode())
     print(text, end="")
     return 0
 

@@ -15,9 +15,8 @@ from zipfile import BadZipFile
 import numpy as np
 
 import nanospec_fn as ns
-from bench import prompts as prompt_files
-from nanospec_fn import chat
-from rl import run_files
+from nanospec_fn import chat, files
+from nanospec_fn import prompts as prompt_files
 
 TEST_SETS = ("mt_bench_question.jsonl", "gsm8k_test.jsonl")
 GSM8K = ("gsm8k_train.jsonl", "openai/gsm8k", "main", "train")
@@ -154,7 +153,7 @@ def run(
 def save(path: Path, rollouts: Rollouts, about: dict[str, Any]) -> None:
     """Write a .npz file, whole or not at all; `about` says what it was made from."""
     arrays = {name: getattr(rollouts, name) for name in ("tokens", "end", "prompt", "temperature")}
-    with run_files.whole(path) as part, part.open("wb") as file:
+    with files.whole(path) as part, part.open("wb") as file:
         np.savez_compressed(file, about=np.array(json.dumps(about)), **arrays)
 
 

@@ -1,13 +1,11 @@
-"""The files of a run: written whole or not at all, and a log whose lines survive a kill.
+"""The files of a run: its state, written whole or not at all, and a log whose lines survive a kill.
 
-A file is written beside its place, synced, and renamed into it, so that a kill leaves the old one or the new one. A log
-is strict JSON, one object a line; only its last line can be torn, and readers leave that one out.
+A log is strict JSON, one object a line; only its last line can be torn, and readers leave that one out.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +13,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 
-from nanospec_fn import arguments, struct
+from nanospec_fn import arguments, files, struct
 
 
 class RunError(RuntimeError):
     """Why a run cannot go on, in words for who started it."""
 
 
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A place to write a file to; when the block ends well it is synced and renamed to `path`."""
-    part = path.with_name(f".{path.name}.part")
-    yield part
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    part.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    with whole(path) as part:
-        part.write_bytes(data)
-
-
 def save_state(path: Path, tree: Any, about: Mapping[str, Any]) -> None:
     """A pytree of tensors, no two of which share memory, and what it belongs to, as one safetensors file."""
     leaves = zip(struct.leaf_names(tree), pytree.tree_leaves(tree), strict=True)
     tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves}
-    with whole(path) as part:
+    with files.whole(path) as part:
         save_file(tensors, part, metadata={"about": json.dumps(about)})
 
 
@@ -118,4 +95,4 @@ def keep_lines(log: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 def write_lines(log: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write a log anew, whole or not at all."""
-    write_whole(log, "".join(arguments.json_line(line) + "\n" for line in lines).encode("ascii"))
+    files.write(log, "".join(arguments.json_line(line) + "\n" for line in lines).encode("ascii"))

@@ -5,7 +5,6 @@ strict JSON line every few steps) and train.safetensors (weights and optimizer; 
 a CPU to the same bits).
 """
 
-import argparse
 import functools
 import sys
 import time
@@ -18,12 +17,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 import nanospec_fn as ns
-from nanospec_fn import eagle, rehearsal, struct
-from rl import eagle_data, eagle_head, eagle_loss, optimizer, rollouts, run_files
+from nanospec_fn import eagle, rehearsal, struct, weights
+from rl import eagle_data, eagle_head, eagle_loss, optimizer, rollouts, run_files, train_options
 from rl.eagle_loss import Batch, Seen
 from rl.optimizer import AdamState, Optimizer
 from rl.rollouts import Rollouts
-from rl.train_options import DTYPES, SHORT, build_parser, check, check_model
+from rl.train_config import FREE, SHORT, TrainConfig
 
 
 @struct.state
@@ -108,7 +107,7 @@ def head_of(recipe: Recipe, train: TrainState, dtype: torch.dtype) -> eagle.Head
 
 
 def evaluate(
-    target: ns.Model, recipe: Recipe, train: TrainState, data: Rollouts, members: Sequence[int], args: Any
+    target: ns.Model, recipe: Recipe, train: TrainState, data: Rollouts, members: Sequence[int], config: TrainConfig
 ) -> dict[str, Any]:
     """Held-out figures: loss and accuracy per step, and the mean accepted length of a chain of that depth.
 
@@ -119,9 +118,9 @@ def evaluate(
     seen = torch.zeros(2, recipe.unroll)
     emitted = rounds = count = 0
     ordered = sorted(members, key=lambda i: len(data.sequence(i)))
-    for start in range(0, len(ordered), args.batch):
-        chosen = ordered[start : start + args.batch]
-        tokens, length, prompt = eagle_data.collate(data, chosen, args.max_len, embed.device)
+    for start in range(0, len(ordered), config.batch):
+        chosen = ordered[start : start + config.batch]
+        tokens, length, prompt = eagle_data.collate(data, chosen, config.max_len, embed.device)
         batch = look_at(target, recipe, train.target_id, tokens, length, prompt)
         with torch.no_grad():
             _, info = eagle_loss.loss(head, recipe.cfg, embed, rows, batch)
@@ -136,62 +135,62 @@ def evaluate(
 
 
 def fit(
-    target: ns.Model, data: Rollouts, args: argparse.Namespace, on_step: Callable[[int], None] | None = None
+    target: ns.Model, data: Rollouts, config: TrainConfig, on_step: Callable[[int], None] | None = None
 ) -> tuple[eagle.HeadConfig, eagle.HeadParams]:
-    """Train as `args` say, resuming from args.out/train.safetensors if it exists, and write the head.
+    """Train as `config` says, resuming from config.out/train.safetensors if it exists, and write the head.
 
     Args: on_step: told each step's number before it is taken.
     Returns: the head, fp32.
     """
-    members, held_out = eagle_data.split(len(data), args.held_out, args.seed)
-    path, log, about = args.out / "train.safetensors", args.out / "log.jsonl", signature(args, data)
-    schedule = optimizer.warmup_cosine(args.lr, args.steps, max(1, round(args.warmup * args.steps)))
-    optimize = optimizer.adamw(schedule, decay=args.weight_decay, clip=args.clip)
-    recipe, train = begin(target, data, members, optimize, args)
+    members, held_out = eagle_data.split(len(data), config.held_out, config.seed)
+    path, log, about = config.out / "train.safetensors", config.out / "log.jsonl", signature(config, data)
+    schedule = optimizer.warmup_cosine(config.lr, config.steps, max(1, round(config.warmup * config.steps)))
+    optimize = optimizer.adamw(schedule, decay=config.weight_decay, clip=config.clip)
+    recipe, train = begin(target, data, members, optimize, config)
     if path.exists():
         train = run_files.load_state(path, train, lambda saved: run_files.same_run(saved, about, path))
     done = int(train.adam.count)
     if log.exists():
         run_files.keep_lines(log, lambda line: line["step"] <= done)
-    batch_of = batches_by_step(target, recipe, train.target_id, data, members, args)
+    batch_of = batches_by_step(target, recipe, train.target_id, data, members, config)
     begun, tokens_seen = time.perf_counter(), 0
-    for step in tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step", disable=args.quiet):
+    for step in tqdm(range(done, config.steps), initial=done, total=config.steps, unit="step", disable=config.quiet):
         if on_step:
             on_step(step)
         batch, epoch = batch_of(step)
         train, info = train_step(target, recipe, optimize, train, batch)
         tokens_seen += batch.tokens.numel()
-        last = step + 1 == args.steps
+        last = step + 1 == config.steps
         line: dict[str, Any] = {}
-        if last or (step + 1) % args.log_every == 0:
+        if last or (step + 1) % config.log_every == 0:
             line = {name: value.tolist() for name, value in info.items()}
             line["lr"] = schedule(train.adam.count - 1).tolist()
             if not torch.isfinite(info["grad"]):
                 raise run_files.RunError(f"step {step}: the gradient is not finite")
-        if held_out and (last or (step + 1) % args.eval_every == 0):
-            line["held_out"] = evaluate(target, recipe, train, data, held_out, args)
+        if held_out and (last or (step + 1) % config.eval_every == 0):
+            line["held_out"] = evaluate(target, recipe, train, data, held_out, config)
         if line:
             seconds = time.perf_counter() - begun
             rate = {"seconds": seconds, "tokens_per_second": tokens_seen / seconds}
             run_files.append(log, {"step": step + 1, "epoch": epoch} | line | rate)
-        if last or (step + 1) % args.save_every == 0:
+        if last or (step + 1) % config.save_every == 0:
             run_files.save_state(path, train, about)
     head = head_of(recipe, train, torch.float32)
-    eagle_head.write_folder(args.out, head, recipe.cfg, target, DTYPES[args.head_dtype])
+    eagle_head.write_folder(config.out, head, recipe.cfg, target, weights.DTYPES[config.head_dtype])
     return recipe.cfg, head
 
 
 def begin(
-    target: ns.Model, data: Rollouts, members: Sequence[int], optimize: Optimizer, args: argparse.Namespace
+    target: ns.Model, data: Rollouts, members: Sequence[int], optimize: Optimizer, config: TrainConfig
 ) -> tuple[Recipe, TrainState]:
     """The statics of a run and its state before the first step."""
-    size = min(args.draft_vocab, target.cfg.vocab_size)
+    size = min(config.draft_vocab, target.cfg.vocab_size)
     target_id = eagle_data.most_frequent(data, members, target.cfg.vocab_size, size).to(target.params.embed.device)
-    taps = tuple(args.taps or eagle.default_taps(target.cfg.num_layers))
-    cfg = eagle_head.config_for(target, taps, size, args.intermediate or target.cfg.intermediate_size)
-    recipe = Recipe(cfg=cfg, unroll=args.unroll, decay=args.decay, dtype=target.params.embed.dtype)
-    tokens, _, _ = eagle_data.collate(data, members[: args.batch], args.max_len, target_id.device)
-    return recipe, init(target, recipe, optimize, target_id, tokens, args.lm_head == "own", args.seed)
+    taps = tuple(config.taps or eagle.default_taps(target.cfg.num_layers))
+    cfg = eagle_head.config_for(target, taps, size, config.intermediate or target.cfg.intermediate_size)
+    recipe = Recipe(cfg=cfg, unroll=config.unroll, decay=config.decay, dtype=target.params.embed.dtype)
+    tokens, _, _ = eagle_data.collate(data, members[: config.batch], config.max_len, target_id.device)
+    return recipe, init(target, recipe, optimize, target_id, tokens, config.lm_head == "own", config.seed)
 
 
 def batches_by_step(
@@ -200,62 +199,67 @@ def batches_by_step(
     target_id: Tensor,
     data: Rollouts,
     members: Sequence[int],
-    args: argparse.Namespace,
+    config: TrainConfig,
 ) -> Callable[[int], tuple[Batch, float]]:
     """A function of the step's number alone: its batch, and how many epochs were done before it."""
-    lengths = [min(len(data.sequence(i)), args.max_len) for i in members]
-    order = functools.lru_cache(maxsize=1)(lambda epoch: eagle_data.batches(lengths, args.batch, args.seed, epoch))
+    lengths = [min(len(data.sequence(i)), config.max_len) for i in members]
+    order = functools.lru_cache(maxsize=1)(lambda epoch: eagle_data.batches(lengths, config.batch, config.seed, epoch))
     kept, start = (
-        eagle_data.observe_all(target, recipe.cfg.taps, data, members, args.batch, args.max_len)
-        if args.keep_features
+        eagle_data.observe_all(target, recipe.cfg.taps, data, members, config.batch, config.max_len)
+        if config.keep_features
         else (None, {})
     )
     per_epoch = len(order(0))
 
     def batch_of(step: int) -> tuple[Batch, float]:
         chosen = [members[i] for i in order(step // per_epoch)[step % per_epoch]]
-        tokens, length, prompt = eagle_data.collate(data, chosen, args.max_len, target_id.device)
+        tokens, length, prompt = eagle_data.collate(data, chosen, config.max_len, target_id.device)
         seen = eagle_data.recall(kept, [start[i] for i in chosen], tokens) if kept else None
-        unroll = min(SHORT, args.unroll) if step < args.short_steps else args.unroll
+        unroll = min(SHORT, config.unroll) if step < config.short_steps else config.unroll
         return look_at(target, recipe, target_id, tokens, length, prompt, seen, unroll), step / per_epoch
 
     return batch_of
 
 
-# Options that may differ between a run and the one that resumes it.
-FREE = ("out", "data", "prompts", "device", "log_every", "eval_every", "save_every", "quiet", "slots", "keep_features")
-
-
-def signature(args: argparse.Namespace, data: Rollouts) -> dict[str, Any]:
+def signature(config: TrainConfig, data: Rollouts) -> dict[str, Any]:
     """What must be equal between a saved state and the run that resumes it."""
-    options = {name: value for name, value in sorted(vars(args).items()) if name not in FREE}
+    options = {name: value for name, value in sorted(vars(config).items()) if name not in FREE}
     return options | {"sequences": len(data), "data_tokens": len(data.tokens)}
 
 
-def make_data(target: ns.Model, args: argparse.Namespace) -> Rollouts:
+def make_data(target: ns.Model, config: TrainConfig) -> Rollouts:
     """The rollouts of --data, made and written first if they do not exist."""
-    if not args.data.is_file():
-        engine = ns.EngineConfig(max_slots=args.slots)
-        prompts = rollouts.gather_prompts(target, args.prompts, engine, args.seed)
-        limits = args.response_tokens, args.max_len
-        made = rollouts.complete(target, prompts, args.temperatures, *limits, engine, args.seed)
-        about = {"model": target.name, "prompts": args.prompts, "temperatures": args.temperatures, "seed": args.seed}
-        args.data.parent.mkdir(parents=True, exist_ok=True)
-        rollouts.save(args.data, made, about)
-    return rollouts.load(args.data, target.cfg.vocab_size)[0]
+    path = config.data_file
+    if not path.is_file():
+        if not config.prompts:
+            raise ValueError(f"prompts: needed, as {path} does not exist yet")
+        engine = ns.EngineConfig(max_slots=config.slots)
+        prompts = rollouts.gather_prompts(target, config.prompts, engine, config.seed)
+        limits = config.response_tokens, config.max_len
+        made = rollouts.complete(target, prompts, config.temperatures, *limits, engine, config.seed)
+        about = {"model": target.name} | {name: getattr(config, name) for name in ("prompts", "temperatures", "seed")}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rollouts.save(path, made, about)
+    return rollouts.load(path, target.cfg.vocab_size)[0]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Make the data, train, write the head; the exit code."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    check(parser, args)
+def run(config: TrainConfig) -> tuple[eagle.HeadConfig, eagle.HeadParams]:
+    """Load the target, make the data if there is none, train, write the head -> the head, fp32.
+
+    Errors: ValueError, OSError as `TrainConfig.validate`, the loaders, `check_model`, `make_data` and `fit`.
+    """
+    config.validate()
+    target = ns.load(config.model, device=config.device, dtype=config.dtype)
+    train_options.check_model(target, config)
+    config.out.mkdir(parents=True, exist_ok=True)
+    return fit(target, make_data(target, config), config)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the options say; the exit code."""
+    config, parser = train_options.parse(argv), train_options.build_parser()
     try:
-        target = ns.load(args.model, device=args.device, dtype=args.dtype)
-        check_model(target, args)
-        args.out.mkdir(parents=True, exist_ok=True)
-        data = make_data(target, args)
-        fit(target, data, args)
+        run(config)
     except run_files.RunError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     except (ValueError, OSError) as error:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import nanospec_fn as ns
-from bench import prompts
-from nanospec_fn import arguments, attention, chat, kernels, model
+from nanospec_fn import arguments, attention, chat, kernels, model, prompts
 from nanospec_fn.struct import put_
 
 WITHIN = (0, 1, 2, 4, 8)  # ulps

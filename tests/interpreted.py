@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from triton.runtime.interpreter import GridExecutor
+from triton.runtime.interpreter import GridExecutor, interpreter_builder
 
 import nanospec_fn as ns
 from nanospec_fn import kernels
@@ -84,3 +84,35 @@ def one_launch(name: str) -> Iterator[None]:
     counting = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Launches)]
     with counting[-1].one(name) if counting else nullcontext():
         yield
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """The name and grid of every launch, none of which runs; tensors may be on the meta device."""
+    before, seen = GridExecutor.__call__, []
+    GridExecutor.__call__ = lambda grid, *args, **kwargs: seen.append((grid.fn.__name__, grid.grid))
+    try:
+        yield seen
+    finally:
+        GridExecutor.__call__ = before
+
+
+@contextmanager
+def last_programs(count: int) -> Iterator[None]:
+    """Of each launch only the last `count` programs along x run, with the indices that they have in the whole grid."""
+    run, index, size = GridExecutor.__call__, interpreter_builder.set_grid_idx, interpreter_builder.set_grid_dim
+
+    def some(grid: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = (*grid.grid, 1, 1)[:3]
+        first = max(0, whole[0] - count)
+        grid.grid = (whole[0] - first, *whole[1:])
+        interpreter_builder.set_grid_dim = lambda *_: size(*whole)
+        interpreter_builder.set_grid_idx = lambda x, y, z: index(x + first, y, z)
+        return run(grid, *args, **kwargs)
+
+    GridExecutor.__call__ = some
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = run
+        interpreter_builder.set_grid_idx, interpreter_builder.set_grid_dim = index, size

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanospec_fn as ns
 from nanospec_fn import pages
-from nanospec_fn.admission import Admission
 from tests.scripted import TREE, prompt, target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,7 +34,7 @@ def program(num_pages: int = 60, max_slots: int = 8) -> ns.Program:
 
 def with_donors(engine: ns.Program) -> ns.State:
     """Slot 0 holds START, slot 3 a shorter prompt; both are prefilled."""
-    state = engine.insert_all(engine.init(), [Admission(0, START, REQUEST), Admission(3, prompt(6, 5), REQUEST)])
+    state = engine.insert_all(engine.init(), [ns.Admission(0, START, REQUEST), ns.Admission(3, prompt(6, 5), REQUEST)])
     return engine.prefill(PARAMS, state)[0]
 
 
@@ -44,11 +43,11 @@ def seeded(seed: int) -> ns.Sampling:
 
 
 COMING = (
-    Admission(5, START, seeded(1), share=0),
-    Admission(1, prompt(7, 8), seeded(2)),
-    Admission(2, [*START, 17, 30, 2], seeded(3), emitted=3),
-    Admission(7, START, seeded(4), share=0),
-    Admission(4, prompt(6, 5), seeded(5), share=3),
+    ns.Admission(5, START, seeded(1), share=0),
+    ns.Admission(1, prompt(7, 8), seeded(2)),
+    ns.Admission(2, [*START, 17, 30, 2], seeded(3), emitted=3),
+    ns.Admission(7, START, seeded(4), share=0),
+    ns.Admission(4, prompt(6, 5), seeded(5), share=3),
 )
 
 
@@ -116,7 +115,7 @@ def test_operators_do_not_grow_with_the_requests():
     counts = []
     for n in (2, 30):
         state = with_donors(engine)
-        coming = [Admission(4 + i, START, seeded(i), share=0) for i in range(n)]
+        coming = [ns.Admission(4 + i, START, seeded(i), share=0) for i in range(n)]
         with Counted() as counted:
             state = engine.insert_all(state, coming)
             engine.evict_all(state, [a.slot for a in coming])
@@ -128,8 +127,8 @@ def test_refusals():
     engine = program()
     state = with_donors(engine)
     with pytest.raises(ValueError, match=r"slots must be distinct, got \[1, 1\]"):
-        engine.insert_all(state, [Admission(1, START, REQUEST), Admission(1, START, REQUEST)])
+        engine.insert_all(state, [ns.Admission(1, START, REQUEST), ns.Admission(1, START, REQUEST)])
     with pytest.raises(ValueError, match=r"slots must be distinct, got \[0, 0\]"):
         engine.evict_all(state, [0, 0])
     with pytest.raises(ValueError, match="slot 3 holds a request"):
-        engine.insert_all(state, [Admission(1, START, REQUEST), Admission(3, START, REQUEST)])
+        engine.insert_all(state, [ns.Admission(1, START, REQUEST), ns.Admission(3, START, REQUEST)])

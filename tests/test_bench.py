@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import nanospec_fn as ns
-from bench import measure, peers, prompts, run
-from nanospec_fn import chat, program, weights
+from bench import measure, peers, run
+from nanospec_fn import chat, program, prompts, weights
 from nanospec_fn.attention import Canonical
 from tests import tiny
 

@@ -5,12 +5,14 @@ import dataclasses
 import importlib.util
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
 import bench.acceptance
 import bench.identity
+import bench.prefill
 import bench.roofline
 import bench.run
 import bench.table
@@ -31,6 +33,7 @@ PARSERS = {
     "bench.run": bench.run.build_parser,
     "bench.acceptance": bench.acceptance.build_parser,
     "bench.identity": bench.identity.build_parser,
+    "bench.prefill": bench.prefill.build_parser,
     "bench.roofline": bench.roofline.build_parser,
     "bench.table": bench.table.build_parser,
     "bench.widen": bench.widen.build_parser,
@@ -95,6 +98,23 @@ def test_make_targets_and_extras_exist():
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
     for extra in ",".join(re.findall(r"\.\[([\w,]+)\]", README)).split(","):
         assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text()
+
+
+def test_commands_of_the_makefile_parse(tmp_path):
+    """Bug: an hour on a lent GPU that ends at an option that is gone."""
+    dry = subprocess.run(
+        ["make", "-n", "gpu-bits", "gpu-speed", "gpu-rl", "PY=python", f"RESULTS={tmp_path}", f"RUNS={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    text = dry.stdout.decode().replace("\\\n", " ").replace("$config", "chain").replace("*.jsonl", "x.jsonl")
+    found = [shlex.split(words) for words in re.findall(r"python -m ((?!pytest)[^;\n]+)", text)]
+    assert {words[0] for words in found} == {
+        "bench.identity", "bench.roofline", "bench.prefill", "bench.run", "bench.table", "rl.grpo", "rl.plot",
+    }  # fmt: skip
+    for module, *arguments in found:
+        PARSERS[module]().parse_args(arguments)
 
 
 def test_readme_code_runs(monkeypatch, one_thread):

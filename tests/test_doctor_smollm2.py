@@ -10,10 +10,10 @@ import pytest
 
 import nanospec_fn as ns
 from nanospec_fn import draft_model, eagle
-from nanospec_fn.doctor import command, diagnosis, head_file
+from nanospec_fn.doctor import command, diagnosis, examine, head_file, rounds
 from nanospec_fn.doctor.diagnosis import Case
 from nanospec_fn.doctor.verdict import Report
-from tests import doctored
+from tests import doctored, ruined
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
 
@@ -39,8 +39,20 @@ def said(case) -> list[ns.Completion]:
 
 
 def examined(case: Case, folder, said: list[ns.Completion], monkeypatch) -> Report:
-    """A report without the engine's own rounds."""
-    monkeypatch.setattr(Case, "complete", lambda self, draft: [ns.Completion(tokens=one.tokens) for one in said])
+    """A report on rounds that are rehearsed; the shipped head's test runs the engine's, and finds them the same."""
+
+    def complete(self: Case, draft: ns.Draft | None) -> list[ns.Completion]:
+        if draft is None:
+            return said
+        subject = examine.Subject(draft.method.cfg, draft.params)
+        tokens = [one.tokens for one in said]
+        view = examine.observe(self.target, subject.cfg.taps, self.encoded(), tokens)
+        hit = examine.rehearse(subject, self.target, view).hit
+        found = [rounds.along(hit[:, i : i + 1], [len(one)]) for i, one in enumerate(tokens)]
+        pairs = zip(tokens, found, strict=True)
+        return [ns.Completion(tokens=one, accepted=[r.accepted for r in theirs]) for one, theirs in pairs]
+
+    monkeypatch.setattr(Case, "complete", complete)
     return diagnosis.diagnose(case, f"eagle:{folder}")
 
 
@@ -70,10 +82,22 @@ def test_post_norm_features_are_named(case, head, said, monkeypatch):
 
 
 @pytest.mark.parametrize("scale, verdict", [(0.1, "healthy"), (0.8, "weak")])
-def test_noise_is_no_damage(case, head, tmp_path, scale, verdict):
-    report = diagnosis.diagnose(case, f"eagle:{doctored.damaged(head, tmp_path / 'noisy', doctored.add_noise(scale))}")
+def test_noise_is_no_damage(case, head, said, tmp_path, monkeypatch, scale, verdict):
+    report = examined(case, doctored.damaged(head, tmp_path / "noisy", doctored.add_noise(scale)), said, monkeypatch)
     assert report.verdict[0] == verdict, report.verdict
     assert not report.damages
+
+
+@pytest.mark.parametrize("name", ["random", "another fc", "output rows shuffled", "midlayer.input_layernorm of zeros"])
+def test_a_ruined_head_is_not_called_weak(case, head, said, tmp_path, monkeypatch, name):
+    word, change = ruined.ruins(case.target.params.embed)[name]
+    report = examined(case, doctored.damaged(head, tmp_path / "ruined", change), said, monkeypatch)
+    assert report.verdict[0] == word, report.verdict
+
+
+def test_one_prompt_is_not_enough(case, head, said, monkeypatch):
+    report = examined(replace(case, prompts=case.prompts[:1]), head, said[:1], monkeypatch)
+    assert report.verdict[0] == "not_enough_evidence", report.verdict
 
 
 def test_another_template_is_told(case, head, said, monkeypatch):

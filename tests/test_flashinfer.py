@@ -87,9 +87,9 @@ def test_a_level_of_a_tree_sees_the_levels_above():
     span, last = whole.position.shape[1], slice(3, 6)  # the last three rows; the three above are in the pool by now
     attend(backend, whole, span)
     pool = whole.pool.nan_to_num(100.0)
-    from nanospec_fn.kernels import attend as kernels
+    from nanospec_fn.kernels import kv
 
-    kernels.store_kv(pool, whole.k, whole.v, whole.store, whole.position, whole.page_table)
+    kv.write(pool, whole.k, whole.v, whole.store, whole.position, whole.page_table)
     rows = Rows(
         token=whole.position[:, last], position=whole.position[:, last], store=whole.store[:, last], base=whole.base,
         path=whole.path[:, last], span=span,

@@ -69,7 +69,7 @@ def test_a_head_learns_in_its_place_and_starts_as_it_was_loaded(target, head, tm
     setting, state = setting_of(target, tmp_path, f"--draft eagle:{head} {LEARN}")
     served = setting.engine.draft.params
     loaded, places = pytree.tree_map(torch.clone, served), [x.data_ptr() for x in pytree.tree_leaves(served)]
-    drafts.serve(setting.engine.draft, setting.plan.recipe, state.draft.train)
+    drafts.serve(setting.engine.draft, setting.upkeep.recipe, state.draft.train)
     for mine, theirs in zip(pytree.tree_leaves(served), pytree.tree_leaves(loaded), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
     assert float(state.draft.train.scale.max()) > 0
@@ -87,11 +87,11 @@ def test_a_head_learns_from_what_the_policy_makes_of_the_rollouts(target, head, 
     rollouts = grpo.collect(setting, state)
     seen, _ = grpo.look(setting, rollouts)
     assert len(seen) > 1
-    plan, model = setting.plan, setting.engine.model
+    upkeep, model = setting.upkeep, setting.engine.model
     ids = state.draft.train.target_id
-    for (micro, _), found in zip(seen, drafts.supervised(model, plan, state.draft, seen), strict=True):
+    for (micro, _), found in zip(seen, drafts.supervised(model, upkeep, state.draft, seen), strict=True):
         row, live = eagle_loss.supervise(micro.length, micro.prompt, micro.tokens.shape[1], 3)
-        view = eagle_loss.observe(model, plan.taps, micro.tokens)
+        view = eagle_loss.observe(model, upkeep.taps, micro.tokens)
         expected = eagle_loss.prepare(model, ids, micro.tokens, view, row, live)
         for name in ("tokens", "row", "live", "best", "known"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name

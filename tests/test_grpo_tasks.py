@@ -131,7 +131,7 @@ def test_a_step_whose_completions_are_all_empty_ends_well(folder, tmp_path):
     assert (seen, len(known.old), len(tokens.target)) == ([], 0, 0)
     line = grpo.grpo_log.of_rollouts(rollouts, [0, 1, 2, 3, 4])
     weights = grpo.policy_loss.correct(setting.recipe, known.old, tokens.behaviour, known.old)
-    line |= grpo.grpo_log.of_tokens(setting.args, tokens, known, weights)
+    line |= grpo.grpo_log.of_tokens(setting.config, tokens, known, weights)
     assert (line["mean_length"], line["w_mean"], line["kl_old_0"], line["exact_share"]) == (0, None, None, None)
 
 
@@ -209,7 +209,7 @@ BAD = {
     "--prompts -1": "argument --prompts: must be an integer",
     "--group 0": "argument --group: must be an integer",
     "--max-tokens abc": "argument --max-tokens: must be an integer",
-    "--seed -1": "argument --seed: must be an integer",
+    "--seed -1": "argument --seed: must be an integer from 0 to 2147483647, got '-1'",
     "--seed 99999999999": "argument --seed: must be an integer",
     "--lr 0": "argument --lr: must be a number",
     "--lr nan": "argument --lr: must be a number",
@@ -242,6 +242,8 @@ BAD = {
     "--spec-depth 3": "argument --spec-depth: needs --draft frozen or --draft eagle or --draft model",
     "--draft frozen --spec-topk 300": "argument --spec-topk: top_k must be an integer from 1 to 256",
     "--slots 5000": "argument --slots: max_slots must be an integer from 1 to 4096",
+    "--correction icepop --icepop-low 1 --icepop-high 0.5": "argument --icepop-high: must be a number",
+    "--out=": "argument --out: must be a path, got ''",
     "--out FILE": "argument --out: FILE is a file",
     "--out RUN": "argument --out: RUN holds a run; pass --resume",
 }

@@ -71,6 +71,13 @@ def test_every_function_asks_for_one_h100_and_both_volumes(app):
         assert options["image"] is app.IMAGES[BENCH.get(function, "nanospec")]
 
 
+def test_the_commit_is_known_where_the_package_is_not_installed(app, monkeypatch):
+    """Bug: `modal run` that wants torch on the machine where it is typed."""
+    for name in ("nanospec_fn", "torch"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it is an ImportError
+    assert app.commit() == "abc123"
+
+
 def test_volumes_are_the_named_ones(load, modal, monkeypatch):
     names, real = [], modal.Volume.from_name
     spy = lambda name, **options: (names.append((name, options)), real(name, **options))[1]  # noqa: E731

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -454,10 +455,11 @@ def refused(capsys, *argv):
 
 def test_bad_arguments_are_refused_by_name(made, tmp_path, capsys, monkeypatch):
     """Bug: a traceback, or an error after the file has been read or the tokenizer loaded."""
-    assert "FILE: request 2 is not in the trace, which has 2" in refused(capsys, "picture", made, "--request", "2")
-    assert "round 5 is not in the trace: request 0 has rounds 0 to 4" in refused(
-        capsys, "picture", made, "--round", "5"
-    )
+    absent = f"argument --request: {made}: request 2 is not in the trace, which has 2\n"
+    for option in ((), ("--acceptance",), ("--round", "0")):
+        assert refused(capsys, "picture", made, "--request", "2", *option).endswith(absent)
+    rounds = f"argument --round: {made}: round 5 is not in the trace: request 0 has rounds 0 to 4\n"
+    assert refused(capsys, "picture", made, "--round", "5").endswith(rounds)
     assert "argument --model" in refused(capsys, "picture", made, "--model", str(tmp_path / "absent"))
 
     def read(_):
@@ -492,8 +494,22 @@ def test_a_file_without_what_is_asked_for_is_refused(tmp_path, capsys):
             assert message in refused(capsys, "picture", str(tmp_path / "broken"), *option)
     assert "no such file" in refused(capsys, "picture", str(tmp_path / "absent"))
     assert not (tmp_path / "x.svg").exists()
-    (tmp_path / "broken").write_bytes(whole + b"x")  # a cut is no error
-    assert run(capsys, "picture", str(tmp_path / "broken"))[0] == 0
+
+
+def test_a_torn_last_line_is_told_of_and_left_out(made, tmp_path, capsys):
+    """Bug: a run that was killed is shown as if its last round had not been; or not at all."""
+    lines = Path(made).read_bytes().splitlines(keepends=True)
+    torn = tmp_path / "torn"
+    torn.write_bytes(b"".join(lines[:6]) + lines[6][:-9])
+    (tmp_path / "short").write_bytes(b"".join(lines[:6]))
+    told = f": {torn}: line 7 is not whole and is left out\n"
+    for option in ((), ("--acceptance",), ("--out", str(tmp_path / "x.svg"))):
+        code, out, err = run(capsys, "picture", str(torn), *option)
+        assert (code, err.count("\n"), err.endswith(told)) == (0, 1, True), err
+        assert run(capsys, "picture", str(tmp_path / "short"), *option) == (0, out, "")
+    assert refused(capsys, "picture", str(torn), "--request", "1").endswith(
+        f"argument --request: {torn}: request 1 has no round in the trace; line 7 is not whole and is left out\n"
+    )
 
 
 def test_a_picture_is_written_whole_or_not_at_all(made, tmp_path, capsys, monkeypatch):

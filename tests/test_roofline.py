@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import nanospec_fn as ns
-from bench import payoff, phases, roofline, rounds, traffic, wide
+from bench import payoff, phases, roofline, rounds, shapes, traffic
 from nanospec_fn import attention, draft, eagle, model
 from tests import tiny
 
-LLAMA = model.Config(**{k: v for k, v in dataclasses.asdict(wide.SHAPES["llama-3.1-8b"]).items() if k[:5] != "draft"},
+LLAMA = model.Config(**{k: v for k, v in dataclasses.asdict(shapes.SHAPES["llama-3.1-8b"]).items() if k[:5] != "draft"},
                      max_context=8192)  # fmt: skip
 HEAD = eagle.HeadConfig(
     **vars(LLAMA) | {"num_layers": 1}, target_hidden_size=4096, taps=(2, 16, 29), draft_vocab_size=32000
@@ -146,9 +146,9 @@ def test_operators_count_without_those_that_they_call():
 
 def test_marked_backends_are_the_same_and_leave_ranges():
     """Bugs: a class of another kind, which the engine treats otherwise; a method without its range."""
-    sdpa = phases.mark_attention(attention.Sdpa(16))
+    sdpa = phases.mark_attention(attention.Sdpa(16, "tiles"))
     assert isinstance(sdpa, attention.Sdpa)
-    assert vars(sdpa) == {"page_size": 16}
+    assert vars(sdpa) == {"page_size": 16, "bmm": "tiles"}
     hash(sdpa)
     ngram = phases.mark_draft(draft.Ngram(longest=2))
     assert (ngram.longest, ngram.name, ngram.taps) == (2, "ngram", ())
@@ -320,7 +320,7 @@ def test_a_round_that_does_not_fit_is_left_out(checkpoint, tmp_path, capsys, mon
         asked.append((draft is not None, spec, bs, context, repeats))
         if draft and bs == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return rounds.Timing(5.0, 1.0, 20, dict.fromkeys(phases.PHASES, 0.5))
+        return rounds.Timing(5.0, 1.0, 20, dict.fromkeys(phases.PHASES, 0.5), None)
 
     monkeypatch.setattr(rounds, "measure", measure)
     monkeypatch.setattr(rounds, "read_ceiling", lambda device: 1e9)

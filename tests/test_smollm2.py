@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 import nanospec_fn as ns
-from bench import peers, prompts
-from nanospec_fn import chat
+from bench import peers
+from nanospec_fn import chat, prompts
 
 pytestmark = pytest.mark.smollm2
 

@@ -1,11 +1,13 @@
 """Training a draft head: what it sees is what drafting sees, it resumes to the same bits, and its folder loads."""
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from safetensors import safe_open
 import nanospec_fn as ns
 from nanospec_fn import eagle, model, rehearsal, weights
 from nanospec_fn.struct import bytes_equal, replace
-from rl import eagle_data, eagle_head, eagle_loss, optimizer, rollouts, train_eagle
+from rl import eagle_data, eagle_head, eagle_loss, optimizer, rollouts, train_eagle, train_options
 from rl.rollouts import Rollouts
 from tests import tiny
 from tests.oracle_eagle import Oracle
@@ -49,9 +51,7 @@ def data(target) -> Rollouts:
 def arguments(out: Path, *more: str):
     out.mkdir(exist_ok=True)
     options = f"--out {out} --prompts self:1 --taps 1 3 5 --max-len 40 --batch 8 --held-out 4 --draft-vocab 96 --quiet"
-    args = train_eagle.build_parser().parse_args([*options.split(), "--unroll", "3", *more])
-    train_eagle.check(train_eagle.build_parser(), args)
-    return args
+    return train_options.parse([*options.split(), "--unroll", "3", *more])
 
 
 def random_head(target, draft_vocab=96, seed=0):
@@ -389,6 +389,27 @@ def test_kept_features_are_those_of_a_fresh_pass(target, data):
         assert known.best[b, :n].tolist() == fresh.best[b, :n].tolist()
 
 
+def peak(call: Callable[[], object], trace: Path) -> int:
+    """The most bytes that the CPU's allocator had given out at once during a call, by its own record."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    profiled.export_chrome_trace(str(trace))
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
+    return max(itertools.accumulate(event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])))
+
+
+def test_kept_features_are_in_memory_once(target, tmp_path):
+    """Catches: parts that are joined at the end, so that for a moment all of them are there twice."""
+    n, each = 240, 60
+    tokens = torch.randint(1, 128, (n * each,), generator=torch.Generator().manual_seed(0)).int().numpy()
+    data = Rollouts(tokens, np.arange(1, n + 1) * each, np.full(n, 2, np.int32), np.zeros(n, np.float32))
+    kept: list[eagle_loss.Seen] = []
+    most = peak(lambda: kept.append(eagle_data.observe_all(target, TAPS, data, range(n), 4, 64)[0]), tmp_path / "trace")
+    size = sum(x.numel() * x.element_size() for x in (kept[0].taps, kept[0].x, kept[0].best))
+    assert len(kept[0].best) == n * each
+    assert size <= most < 1.5 * size
+
+
 def test_model_writes_prompts_of_its_own(tmp_path):
     """Catches: a user turn with the assistant's marker in it, duplicates, unfinished turns."""
     import dataclasses
@@ -436,7 +457,7 @@ BAD = {
     "--warmup -0.1": "--warmup: must be a number",
     "--clip 0": "--clip: must be a number",
     "--draft-vocab 32001": "--draft-vocab: at most 32000",
-    "--seed -1": "--seed: must be an integer",
+    "--seed -1": "argument --seed: must be an integer from 0 to 2147483647, got '-1'",
     "--seed 99999999999": "--seed: must be an integer",
     "--taps 3 2": "--taps: must ascend",
     "--taps 2 2": "--taps: must ascend",
@@ -450,6 +471,9 @@ BAD = {
     "--prompts gsm8k_test.jsonl:5": "a test set is not for training",
     "--lm-head tied": "--lm-head: invalid choice",
     "--data nowhere.npz": "--data: nowhere.npz does not exist",
+    "--data=": "argument --data: must be a path, got ''",
+    "--out= --prompts self:1": "argument --out: must be a path, got ''",
+    f"--data {Path(__file__).parent} --prompts self:1": "tests is a folder",
     "": "--prompts: required",
 }
 

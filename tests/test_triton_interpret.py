@@ -19,7 +19,7 @@ if importlib.util.find_spec("triton") is None and os.environ.get("NANOSPEC_GATE"
 
 import nanospec_fn as ns
 from nanospec_fn import acceptance, filters, pages, sampling, struct, trees
-from nanospec_fn.kernels import attend, gemm, gpu, head, rows, tree, vocab
+from nanospec_fn.kernels import attend, gemm, gpu, head, kv, rows, tree, vocab
 
 
 def integers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -109,7 +109,7 @@ def test_attention_matches_float64_and_reads_nothing_else(case, split):
     """Bugs: a wrong page or ancestor; a block dropped at a bound; what no row may see (poisoned here) read."""
     paged = paged_case(case, torch.float32)
     pool = paged.pool.clone()
-    attend.store_kv(pool, paged.k, paged.v, paged.store, paged.position, paged.page_table)
+    kv.write(pool, paged.k, paged.v, paged.store, paged.position, paged.page_table)
     assert pool[0].isnan().all(), "the sink was written"
     beside = torch.nn.functional.pad(paged.q, (0, 0, 0, 3))[:, : case.heads]  # a slice of the fused projection
     got = attend.attend(pool, beside, paged.position, paged.page_table, paged.base, paged.path, split=split)
@@ -223,6 +223,6 @@ def test_commit_reads_every_row_before_it_writes_one():
     live = torch.tensor([True, True, False])
     want = pages.commit(pools, table, length, path, live, 4, struct.put)
     for given in (pools, apart):
-        attend.commit_kv(given, table, length, path, live)
+        kv.commit(given, table, length, path, live)
         for got, right in zip(given, want, strict=True):
             assert torch.equal(got[1:], right[1:])

@@ -153,7 +153,7 @@ def test_features_of_the_accepted_path_are_kept():
 
 def test_row_functions_joined_have_the_bits_of_the_parts():
     """Bugs: halves swapped; the table read at the row and not at its token; an angle of the wrong frequency."""
-    from nanospec_fn.kernels import attend, rows
+    from nanospec_fn.kernels import kv, rows
 
     g = torch.Generator().manual_seed(0)
     table, x = torch.randn(20, 24, generator=g), torch.randn(3, 24, generator=g)
@@ -173,8 +173,8 @@ def test_row_functions_joined_have_the_bits_of_the_parts():
     pages_of = torch.tensor([[2, 1]], dtype=torch.int32)
     want, got = torch.zeros(3, 2, 4, 2, 24), torch.zeros(3, 2, 4, 2, 24)
     turned = rows.rope(qkv[:, :6], cos, sin)
-    attend.store_kv(want, turned[:, 4:], qkv[:, 6:], store, seen, pages_of)
-    q, arrived = attend.turn_and_store(qkv, cos, sin, got, store, seen, pages_of)
+    kv.write(want, turned[:, 4:], qkv[:, 6:], store, seen, pages_of)
+    q, arrived = kv.turn_and_write(qkv, cos, sin, got, store, seen, pages_of)
     assert torch.equal(q, turned[:, :4])
     assert torch.equal(got, want)
     assert not arrived.any()

@@ -1,5 +1,6 @@
 """What the loader refuses, by name and before any work; and EAGLE-3 heads in their three public forms."""
 
+import dataclasses
 import json
 import os
 
@@ -253,11 +254,13 @@ def test_head_defaults(tmp_path):
     """The original form names no layers and no rope: taps 2, n // 2, n - 3, and base 10000 whatever the target has."""
     raw = tiny.config("llama-3.1-8b", num_hidden_layers=8)
     target = tiny.model("llama-3.1-8b", num_hidden_layers=8)
+    target = dataclasses.replace(target, cfg=dataclasses.replace(target.cfg, bmm="tiles"))
     state = tiny.head_state(raw)
     cfg, _ = weights.load_eagle(str(tiny.write_head(tmp_path, raw, state)), target)
     assert cfg.taps == (2, 4, 5)
     assert cfg.rope == model.Rope(theta=10000.0)
-    assert (cfg.norm_before_residual, cfg.norm_before_fc, cfg.gemm) == (False, False, target.cfg.gemm)
+    assert (cfg.norm_before_residual, cfg.norm_before_fc) == (False, False)
+    assert (cfg.gemm, cfg.bmm) == (target.cfg.gemm, "tiles"), "the head runs beside its target"
     path = tiny.write_head(tmp_path, raw, state, rope_scaling=tiny.LLAMA3_SCALING, rope_theta=500000.0)
     assert weights.load_eagle(str(path), target)[0].rope == target.cfg.rope
 

@@ -11,9 +11,8 @@ from torch.utils import _pytree as pytree
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nanospec_fn as ns
-from bench import wide, widen
+from bench import shapes, widen
 from nanospec_fn import draft_model, eagle, model
-from nanospec_fn.kernels import cpu
 from nanospec_fn.struct import replace
 from rl import eagle_head
 from tests import tiny
@@ -62,14 +61,6 @@ def assert_close(got: Tensor, want: Tensor, relative: float) -> None:
     assert (got - want).abs().max() <= relative * want.abs().max()
 
 
-@pytest.fixture
-def exact_norms(monkeypatch):
-    """The engine's norms are in fp32 whatever comes in; through several layers that alone is 2e-6."""
-    norm = torch.nn.functional.rms_norm
-    monkeypatch.setattr(cpu, "rms_norm", lambda x, weight, eps: norm(x, x.shape[-1:], weight, eps))
-
-
-@pytest.mark.usefixtures("exact_norms")
 @pytest.mark.parametrize("changes", [{}, BIASED], ids=["plain", "biases"])
 def test_logits_are_the_small_models_in_float64(shape, changes):
     """Bugs: eps not scaled or without the constant's share; a rotation pair or a head in the wrong place; W_q not
@@ -124,7 +115,6 @@ def assert_same_head(target: ns.Model, draft: ns.Draft, large: ns.Model, head: n
     assert not added or got[..., added].max() < want.min() - 100
 
 
-@pytest.mark.usefixtures("exact_norms")
 @pytest.mark.parametrize("draft_vocab, size", [(32, 50), (50, 50), (51, 51), (128, 128)])
 def test_head_logits_are_the_small_heads_in_float64(small, shape, draft_vocab, size):
     """Bugs: the taps of the wrong layers; fc that drops the constant, so that eps is wrong and added tokens win; a
@@ -136,7 +126,6 @@ def test_head_logits_are_the_small_heads_in_float64(small, shape, draft_vocab, s
 
 
 @pytest.mark.smollm2
-@pytest.mark.usefixtures("exact_norms")
 def test_smollm2_keeps_its_function(smollm2, tmp_path):
     """The real model into 32 layers, 16/4 heads of 128 and 256 tokens more."""
     path = tmp_path / "config.json"
@@ -192,12 +181,12 @@ def test_weights_that_are_not_read_are_noise_and_never_matter(small, shape):
 
 def test_added_layers_keep_the_streams_at_the_default_taps():
     """By hand, from design section 9: SmolLM2's 30 layers in 32, added at 15 and 28; taps 2, 15, 27 at 2, 16, 29."""
-    order = wide.layer_order(30, 32)
+    order = shapes.layer_order(30, 32)
     assert [i for i, old in enumerate(order) if old is None] == [15, 28]
     assert [order.index(t) for t in eagle.default_taps(30)] == [2, 16, 29] == list(eagle.default_taps(32))
     for layers in range(1, 12):
         for more in range(layers, layers + 9):
-            order = wide.layer_order(layers, more)
+            order = shapes.layer_order(layers, more)
             assert len(order) == more
             assert [i for i in order if i is not None] == list(range(layers))
             if layers > 6:  # fewer have no three taps apart

@@ -7,6 +7,7 @@ python -m nanospec_fn doctor --model M --draft eagle:HEAD --prompts FILE --json
 import argparse
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import nanospec_fn as ns
 from nanospec_fn import arguments, chat, weights
 from nanospec_fn.doctor import diagnosis, examine
 from nanospec_fn.doctor.diagnosis import Case
-from nanospec_fn.doctor.verdict import Report
+from nanospec_fn.doctor.verdict import SOUND, Report, Trial
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -30,8 +31,8 @@ PROMPTS = (
     "How do I make pancakes without eggs?",
     "Give me a JSON object that describes a book, with title, author and year.",
 )
-SOUND = ("healthy", "weak")
 BAR = 40  # characters of a full bar
+Prompt = str | list[int]  # text, or token ids
 
 
 def add_parser(commands: "argparse._SubParsersAction[arguments.Parser]") -> None:
@@ -41,8 +42,8 @@ def add_parser(commands: "argparse._SubParsersAction[arguments.Parser]") -> None
         help="what is wrong with a draft, and how it is known",
         description="Examine a draft: its files, the chat template, and the target's greedy completions drafted along "
         "in every way that a known damage would have needed. The last line is the verdict.",
-        epilog="Exit codes: 0 for a verdict of healthy or weak; 1 for a damage, or a draft without a round; 2 for bad "
-        "arguments.",
+        epilog="Exit codes: 0 for a verdict of healthy or weak; 1 for a damage, not_enough_evidence, or no round; 2 "
+        "for bad arguments.",
     )
     arguments.add_engine(parser)
     parser.add_argument("--dtype", default="auto", help=f"auto, {', '.join(weights.DTYPES)} (%(default)s)")
@@ -63,14 +64,15 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if args.draft == "none":
         parser.error("argument --draft: there is nothing to examine in none")
     try:
-        prompts = (read_prompts(args.prompts) if args.prompts else list(PROMPTS))[: args.limit]
+        listed = (read_prompts(args.prompts) if args.prompts else built_in())[: args.limit]
     except (ValueError, OSError) as error:
         parser.error(f"argument --prompts: {error}")
     try:
         model = ns.load(args.model, device=args.device, dtype=args.dtype)
         name = arguments.draft_for(args.draft, model)
+        check_prompts(model, listed)
+        prompts = [prompt for _, prompt in listed]
         case = Case(model, prompts, args.backend, args.max_tokens, progress=not args.json)
-        check_prompts(case)
         report = diagnosis.diagnose(case, name)
     except (ValueError, FileNotFoundError) as error:
         parser.error(" ".join(str(error).split()))
@@ -78,22 +80,33 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return int(report.verdict[0] not in SOUND)
 
 
-def read_prompts(path: Path) -> list[str | list[int]]:
-    """One prompt a line; in a .jsonl file a line is a text, a list of token ids, or an object that holds one.
+def built_in() -> list[tuple[str, Prompt]]:
+    """The prompts that come with the doctor, each with its name in a message."""
+    return [(f"built-in prompt {index}", prompt) for index, prompt in enumerate(PROMPTS)]
 
-    Errors: ValueError naming the line; OSError for a file that cannot be read.
+
+def read_prompts(path: Path) -> list[tuple[str, Prompt]]:
+    """The prompts of a file, one a line, each with its place "FILE:LINE".
+
+    In a .jsonl file a line is a text, a list of token ids, or an object that holds one.
+    Errors: ValueError naming the file and line; OSError for a file that cannot be read.
     """
-    found: list[str | list[int]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        found.append(parse_line(line, f"{path}:{number}") if path.suffix == ".jsonl" else line)
+    raw = path.read_bytes()
+    try:
+        lines = raw.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}:{raw[: error.start].count(10) + 1}: not UTF-8 text") from None
+    found: list[tuple[str, Prompt]] = []
+    for number, line in enumerate(lines, 1):
+        where = f"{path}:{number}"
+        if line.strip():
+            found.append((where, parse_line(line, where) if path.suffix == ".jsonl" else line))
     if not found:
         raise ValueError(f"{path}: contains no prompts")
     return found
 
 
-def parse_line(line: str, where: str) -> str | list[int]:
+def parse_line(line: str, where: str) -> Prompt:
     """The prompt of a JSON line, under "prompt", "question" or the first of "turns" where it is an object."""
     try:
         value = json.loads(line)
@@ -111,18 +124,21 @@ def parse_line(line: str, where: str) -> str | list[int]:
     raise ValueError(f"{where}: holds neither a text nor a list of token ids")
 
 
-def check_prompts(case: Case) -> None:
+def check_prompts(target: ns.Model, listed: Sequence[tuple[str, Prompt]]) -> None:
     """Refuse prompts that the target cannot be asked, before anything is measured.
 
-    Errors: ValueError naming the prompt's index.
+    Errors: ValueError naming the option and the prompt's place.
     """
-    for index, prompt in enumerate(case.prompts):
+    for place, prompt in listed:
+        where = f"argument --prompts: {place}"
         try:
-            tokens = chat.encode(case.target.tokenizer, prompt)
+            tokens = chat.encode(target.tokenizer, prompt)
         except ValueError as error:
-            raise ValueError(f"prompt {index}: {error}") from None
-        if not all(0 <= token < case.target.cfg.vocab_size for token in tokens):
-            raise ValueError(f"prompt {index}: holds a token outside the vocabulary of {case.target.cfg.vocab_size}")
+            raise ValueError(f"{where}: {error}") from None
+        if not all(0 <= token < target.cfg.vocab_size for token in tokens):
+            raise ValueError(f"{where}: holds a token outside the vocabulary of {target.cfg.vocab_size}")
+        if len(tokens) >= target.cfg.max_context:
+            raise ValueError(f"{where}: {len(tokens)} tokens leave no room in the context of {target.cfg.max_context}")
 
 
 def as_record(report: Report) -> dict[str, Any]:
@@ -132,9 +148,12 @@ def as_record(report: Report) -> dict[str, Any]:
         "target": report.target,
         "draft": report.draft,
         "findings": [{"check": check, "text": text} for check, text in report.findings],
+        "doubts": report.doubts,
         "trials": [{"damage": t.damage, "how": t.how} | vars(t.comparison) for t in report.trials],
+        "controls": [{"how": t.how} | vars(t.comparison) for t in report.controls],
+        "positions": report.positions,
         "accepted_length": report.accepted_length,
-        "by_depth": report.by_depth,
+        "by_depth": [vars(r) for r in report.by_depth],
         "by_position": [{"from": start, "rounds": n, "accepted_length": mean} for start, n, mean in report.by_position],
         "damages": [{"damage": damage, "reason": why} for damage, why in report.damages],
         "verdict": verdict,
@@ -148,13 +167,13 @@ def as_text(report: Report) -> str:
     lines += [f"{check:<12} {text}" for check, text in report.findings]
     if report.trials:
         lines += ["", f"Run in other ways, drafting {examine.DEPTH} tokens from every position of the completions:", ""]
-        lines += [f"{'way':<58} {'tokens a round':>16}  better  worse  by luck"]
-        for trial in report.trials:
-            c = trial.comparison
-            lines.append(f"{trial.how:<58} {c.given:>7.2f} -> {c.other:.2f} {c.more:>8} {c.fewer:>6}  {c.chance:.0e}")
+        lines += table(report.trials)
+    if report.controls:
+        lines += ["", "Run on inputs from elsewhere, which a working draft does worse with:", ""]
+        lines += table(report.controls)
     if report.by_depth:
-        lines += ["", "Rounds that accepted a draft of this depth:", ""]
-        lines += [f"{d:>7} {share:>6.1%} {bar(share)}" for d, share in enumerate(report.by_depth, 1)]
+        lines += ["", "Rounds that accept a draft of this depth, of those that were not cut short before it:", ""]
+        lines += [f"{r.depth:>7} {r.share:>6.1%} {bar(r.share)} {r.tested} tested" for r in report.by_depth]
         lines += ["", "Tokens a round, by the position in the sequence:", ""]
         lines += [
             f"{start:>7} {mean:>6.2f} {bar(mean / (examine.DEPTH + 1))} {rounds} rounds"
@@ -162,6 +181,15 @@ def as_text(report: Report) -> str:
         ]
     verdict, reason = report.verdict
     return "\n".join([*lines, "", f"verdict: {verdict}: {reason}"])
+
+
+def table(trials: Sequence[Trial]) -> list[str]:
+    """Trials, a line each."""
+    lines = [f"{'way':<58} {'tokens a round':>16}  better  worse  by luck"]
+    for t in trials:
+        c = t.comparison
+        lines.append(f"{t.how:<58} {c.given:>7.2f} -> {c.other:.2f} {c.more:>8} {c.fewer:>6}  {c.chance:.0e}")
+    return lines
 
 
 def bar(share: float) -> str:

@@ -1,11 +1,12 @@
 """From a target and a draft to one verdict: each check adds what it found, the first damage is the verdict.
 
 Files come first, then the chat template, then the target's greedy completions are drafted along in every way that a
-known damage would have needed; a way that is accepted further than the draft as given names the damage.
+known damage would have needed; a way that is accepted further than the draft as given names the damage. A draft that
+no way makes better is run on inputs that are not its own: one that does as well with them is broken all the same.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 
 import nanospec_fn as ns
 from nanospec_fn import chat, checkpoint, draft_model
-from nanospec_fn.doctor import examine, head_file, repairs, templates
+from nanospec_fn.doctor import examine, head_file, repairs, rounds, templates
 from nanospec_fn.doctor.examine import Comparison, Marks, Subject, View
 from nanospec_fn.doctor.head_file import HeadFile
 from nanospec_fn.doctor.repairs import Repair
 from nanospec_fn.doctor.templates import Preference
-from nanospec_fn.doctor.verdict import LIFT, Report, Trial, evidence, helps
+from nanospec_fn.doctor.verdict import CHANCE, LIFT, LUCK, Report, Trial, evidence, helps
 
 TOGETHER = 3  # damages of one head that are told apart
 SAMPLE = 8  # prompts that templates are judged on
@@ -71,7 +72,8 @@ def diagnose(case: Case, name: str) -> Report:
         draft = ns.load_draft(name, case.target)
     except ValueError as error:
         return report.blames("refused", " ".join(str(error).split()))
-    return measure(report, case, asked, draft)[0]
+    report, out = measure(report, case, asked, draft)
+    return report if report.accepted_length is None else control(report, asked, draft, out)
 
 
 def judge_template(report: Report, case: Case, beside: templates.Template | None) -> tuple[Report, Case]:
@@ -96,12 +98,21 @@ def judge_template(report: Report, case: Case, beside: templates.Template | None
         reason = (
             f"the target knows the template of {best.template.name} better than the one it is prompted with: {told}"
         )
-        return report.blames("wrong_template", reason), replace(case, target=retold(case.target, best))
+        report = blame_template(report, reason, len(texts))
+        return report, replace(case, target=retold(case.target, best)) if report.damages else case
     for p in asked:
         if p.template is beside and mine and mine.beats(p):
             told = f"the target predicts its marks at {p.mean:.2f} nats a token, its own at {mine.mean:.2f}"
-            report = report.blames("wrong_template", f"the template in the head's folder is not the target's: {told}")
+            reason = f"the template in the head's folder is not the target's: {told}"
+            report = blame_template(report, reason, len(texts))
     return report, case
+
+
+def blame_template(report: Report, reason: str, prompts: int) -> Report:
+    """A template preferred for so many prompts and against none: a damage where that is no luck, else a doubt."""
+    if examine.sign_test(prompts, 0) < LUCK:
+        return report.blames("wrong_template", reason)
+    return report.doubt(f"it may be that {reason}, on {prompts} prompts only")
 
 
 def retold(target: ns.Model, preference: Preference) -> ns.Model:
@@ -148,6 +159,10 @@ def judge_head(report: Report, given: Case, case: Case, path: str) -> Report:
         out = case.complete(None)
     if max(len(one.tokens) for one in out) < 2:
         return report
+    if zeros := head_file.zeros(file):
+        # Another way to run it would only be better for missing what is lost.
+        lost = ", ".join(zeros)
+        return report.blames("zero_weights", f"nothing but zeros in {lost}: what should pass there is lost")
     layers = {tap + by for tap in subject.cfg.taps for by in (-1, 0, 1)} & set(range(target.cfg.num_layers + 1))
     said = (case.encoded(), [one.tokens for one in out])
     view = examine.observe(target, sorted(layers), *said)
@@ -165,9 +180,11 @@ def judge_head(report: Report, given: Case, case: Case, path: str) -> Report:
     if head_file.is_identity(subject.params.target_id) and not file.full:
         report, subject = judge_identity(report, subject, target, view, marks, sound)
     longest = min(examine.LONG, target.cfg.max_context, subject.cfg.max_context)
-    return search(
-        report, subject, target, view, examine.pack(target, sorted(layers), *said, longest), ways if sound else {}
-    )
+    far = examine.pack(target, sorted(layers), *said, longest)
+    report = search(report, subject, target, view, far, ways if sound else {})
+    if report.damages:
+        return report
+    return heard(report, examine.listening(subject, target, view))
 
 
 def as_draft(subject: Subject) -> ns.Draft:
@@ -178,30 +195,44 @@ def as_draft(subject: Subject) -> ns.Draft:
 def measure(report: Report, given: Case, case: Case, draft: ns.Draft | None) -> tuple[Report, list[ns.Completion]]:
     """The engine's own rounds with a draft: their mean length, by draft position and by sequence position."""
     out = case.complete(draft)
-    accepted = [a for one in out for a in one.accepted]
-    if not accepted:
+    seen = rounds_of(case, out)
+    report = replace(report, positions=sum(max(0, len(one.tokens) - 1) for one in out))
+    if not seen:
         return report, out
-    length = ns.mean_accepted_len(out)
     if case is not given:
-        before = ns.mean_accepted_len(given.complete(draft))
-        told = "no round" if before is None else f"{before:.2f} tokens a round"
+        before = rounds_of(given, given.complete(draft))
+        told = f"{rounds.mean_length(before, examine.DEPTH):.2f} tokens a round" if before else "no round"
         report = report.saw("asked", f"below with the better template; as prompted before: {told}")
-    by_depth = tuple(sum(a >= d for a in accepted) / len(accepted) for d in range(1, examine.DEPTH + 1))
-    by_position = positions([len(p) for p in case.encoded()], out)
-    return replace(report, accepted_length=length, by_depth=by_depth, by_position=by_position), out
+    report = replace(
+        report,
+        rounds=sum(not r.cut for r in seen),
+        accepted_length=rounds.mean_length(seen, examine.DEPTH),
+        by_depth=rounds.reach(seen, examine.DEPTH),
+        by_position=rounds.by_position(seen, examine.DEPTH),
+    )
+    return report, out
 
 
-def positions(prompts: Sequence[int], out: Sequence[ns.Completion]) -> tuple[tuple[int, int, float], ...]:
-    """Rounds by the position that they begin at: (first position of the bin, rounds, mean length); bins double."""
-    bins: dict[int, list[int]] = {}
-    for prompt, one in zip(prompts, out, strict=True):
-        done = 1  # the prefill's own token
-        for a in one.accepted:
-            emitted = min(a + 1, len(one.tokens) - done)
-            at = prompt + done
-            bins.setdefault(0 if at < 32 else 1 << (at.bit_length() - 1), []).append(emitted)
-            done += emitted
-    return tuple((start, len(bins[start]), sum(bins[start]) / len(bins[start])) for start in sorted(bins))
+def rounds_of(case: Case, out: list[ns.Completion]) -> list[rounds.Round]:
+    """The rounds of all completions."""
+    return [r for prompt, one in zip(case.encoded(), out, strict=True) for r in rounds.of(len(prompt), one)]
+
+
+def control(report: Report, case: Case, draft: ns.Draft | None, out: list[ns.Completion]) -> Report:
+    """Whether a draft model is better for its tokens; a draft without a model has no input to lose."""
+    if draft is None or not isinstance(draft.method, draft_model.LlamaDraft):
+        return report
+    cfg = draft.method.cfg
+    view = examine.observe(case.target, [], case.encoded(), [one.tokens for one in out])
+    if view.tokens.shape[1] > cfg.max_context:
+        return report.saw("control", f"not run: the draft's context of {cfg.max_context} is too short for it")
+    return heard(report, {"tokens": examine.attending(draft.params, cfg, view)})
+
+
+def heard(report: Report, inputs: Mapping[str, Comparison]) -> Report:
+    """What became of a draft's inputs taken from elsewhere."""
+    controls = tuple(Trial("broken", f"its {name}, not those of elsewhere", found) for name, found in inputs.items())
+    return replace(report, controls=controls)
 
 
 def choose_map(
@@ -209,11 +240,17 @@ def choose_map(
 ) -> tuple[Report, Subject]:
     """Which reading of a map that the loader refuses is accepted furthest."""
     subjects = {way: examine.with_map(subject, target, ids.to(view.tokens.device)) for way, ids in ways.items()}
-    lengths = {way: examine.accepted_length(examine.rehearse(s, target, view), view) for way, s in subjects.items()}
+    marks = {way: examine.rehearse(s, target, view) for way, s in subjects.items()}
+    lengths = {way: examine.accepted_length(m, view) for way, m in marks.items()}
     best = max(lengths, key=lambda way: lengths[way])
+    drafted = {way: examine.certain(m, m.hit) for way, m in marks.items()}
+    others = [way for way in ways if not torch.equal(ways[way], ways[best])]
+    clear = all(examine.compare(drafted[way], drafted[best], view).chance < CHANCE for way in others)
     told = ", ".join(f"{head_file.READ[way]} {length:.2f}" for way, length in lengths.items())
     if "d2t" not in file.tensors:
         damage, reason = "map_dropped", "the file has no d2t"
+    elif not clear:
+        damage, reason = "map_wrong", "d2t and t2d do not give one map, and no reading of them is clearly the better"
     elif best in ("absolute", "twice"):
         damage, reason = "map_absolute", f"d2t is right when it is read {head_file.READ[best]}"
     elif best == "t2d" and not file.tensors["d2t"].read().any():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanospec_fn import eagle, kernels, model, rehearsal, struct
+from nanospec_fn.doctor import rounds
 from nanospec_fn.model import Model
 
 DEPTH = 5  # drafted tokens from each position
@@ -66,13 +67,15 @@ class Comparison:
 
 
 def observe(target: Model, layers: Sequence[int], prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> View:
-    """Run the target over prompts and responses, keeping the inputs of `layers`."""
+    """Run the target over prompts and responses, keeping the inputs of `layers`; without any it does not run."""
     device = target.params.embed.device
     whole = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
     b, t = len(whole), max(map(len, whole))
     tokens = torch.tensor([w + [0] * (t - len(w)) for w in whole], device=device)
     prompt, length = (torch.tensor([len(x) for x in part], device=device) for part in (prompts, responses))
     kept = tuple(sorted(layers))
+    if not kept:
+        return View(tokens=tokens, prompt=prompt, length=length, streams={})
     with torch.no_grad():
         position = torch.arange(t, device=device).repeat(b)
         attend = rehearsal.causal(target.cfg, b, t)
@@ -99,8 +102,9 @@ def pack(
     return observe(target, layers, [w[0] for w in packed], [[t for part in w[1:] for t in part] for w in packed])
 
 
-def rehearse(subject: Subject, target: Model, view: View, depth: int = DEPTH) -> Marks:
-    """Every draft of every depth along the responses."""
+def rehearse(subject: Subject, target: Model, view: View, depth: int = DEPTH, heard: View | None = None) -> Marks:
+    """Every draft of every depth along the responses. `heard`: what the head reads in place of the view's inputs."""
+    heard = heard or view
     cfg, params = subject.cfg, subject.params
     m = int(view.length.max())
     index = torch.arange(m, device=view.tokens.device)
@@ -115,8 +119,8 @@ def rehearse(subject: Subject, target: Model, view: View, depth: int = DEPTH) ->
         return kernels.rms_norm(out, params.norm, cfg.rms_eps) if subject.normed else out
 
     with torch.no_grad():
-        taps = torch.cat([view.streams[layer] for layer in cfg.taps], dim=-1)
-        outs = rehearsal.outputs(params, cfg, target.params.embed, view.tokens, taps, depth, feed)
+        taps = torch.cat([heard.streams[layer] for layer in cfg.taps], dim=-1)
+        outs = rehearsal.outputs(params, cfg, target.params.embed, heard.tokens, taps, depth, feed)
         rows = torch.stack([out[sequence, row] for out in outs]).flatten(0, 2)
         parts = zip(rows.split(CHUNK), known.expand(depth, -1, -1).flatten().split(CHUNK), strict=True)
         drafted, logp = zip(*(score(subject, target, part, label) for part, label in parts), strict=True)
@@ -146,8 +150,7 @@ def expected(marks: Marks) -> Tensor:
 
 def accepted_length(marks: Marks, view: View) -> float:
     """Mean accepted length of a chain, the bonus token counted, as rounds over these responses would have it."""
-    emitted, rounds = rehearsal.accepted_length(marks.hit.cpu(), view.length + 1, torch.ones_like(view.length))
-    return emitted / max(rounds, 1)
+    return rounds.mean_length(rounds.along(marks.hit.cpu(), view.length.tolist()), len(marks.hit))
 
 
 def compare(given: Marks, other: Marks, view: View) -> Comparison:
@@ -170,6 +173,46 @@ def sign_test(more: int, fewer: int) -> float:
     """Probability of at most `fewer` losses in more + fewer fair coin tosses."""
     n = more + fewer
     return sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n if n else 1.0
+
+
+def elsewhere(view: View, x: Tensor) -> Tensor:
+    """An input [B, T, ..] of a view with that of every response token taken from half of all response tokens further.
+
+    The control of an experiment: the same values, none of them where it belongs.
+    """
+    n = view.length.tolist()
+    row = torch.arange(len(n), device=x.device).repeat_interleave(view.length)
+    column = torch.cat([torch.arange(p, p + k, device=x.device) for p, k in zip(view.prompt.tolist(), n, strict=True)])
+    half, moved = len(row) // 2, x.clone()
+    moved[row, column] = x[row.roll(half), column.roll(half)]
+    return moved
+
+
+def listening(subject: Subject, target: Model, view: View) -> dict[str, Comparison]:
+    """Each input of a head -> its drafting with that input from elsewhere (given) against with its own (other)."""
+    own = rehearse(subject, target, view)
+    streams = {layer: elsewhere(view, x) for layer, x in view.streams.items()}
+    heard = {"features": replace(view, streams=streams), "tokens": replace(view, tokens=elsewhere(view, view.tokens))}
+    return {name: compare(rehearse(subject, target, view, heard=h), own, view) for name, h in heard.items()}
+
+
+def attending(draft: model.Params, cfg: model.Config, view: View) -> Comparison:
+    """A draft model's best next tokens with its tokens from elsewhere (given) against with its own (other)."""
+    wanted = following(view)
+    live = torch.arange(wanted.shape[1], device=wanted.device) + 1 < view.length[:, None]
+
+    def marks(tokens: Tensor) -> Marks:
+        best, logp = [], []
+        for row, first, label in zip(tokens, view.prompt.tolist(), wanted, strict=True):
+            at = (first + torch.arange(len(label), device=row.device)).clamp_max(len(row) - 1)
+            with torch.no_grad():
+                logits = model.forward(draft, cfg, row[None])[0, at]
+            best.append(logits.argmax(-1))
+            logp.append(logits.log_softmax(-1).gather(1, label[:, None])[:, 0])
+        drafted = torch.stack(best)
+        return Marks((live & (drafted == wanted))[None], torch.stack(logp)[None], drafted[None], live[None])
+
+    return compare(marks(elsewhere(view, view.tokens)), marks(view.tokens), view)
 
 
 def coverage(marks: Marks) -> float:

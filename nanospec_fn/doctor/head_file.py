@@ -98,6 +98,12 @@ def is_sound(file: HeadFile, ways: Mapping[str, Tensor]) -> bool:
     return "t2d" not in file.tensors or ("t2d" in ways and torch.equal(ways["offsets"].sort().values, ways["t2d"]))
 
 
+def zeros(file: HeadFile) -> list[str]:
+    """The weights that are zero throughout, which training never leaves."""
+    weighty = [key for key in file.tensors if key not in ("d2t", "t2d")]
+    return [key for key in weighty if not file.tensors[key].read().any()]
+
+
 def is_identity(target_id: Tensor) -> bool:
     """Whether a map changes nothing."""
     return torch.equal(target_id, torch.arange(len(target_id), device=target_id.device))

@@ -44,6 +44,11 @@ def pick_gemm(device: torch.device, dtype: torch.dtype) -> str:
     return "canonical" if device.type == "cuda" else "library"
 
 
+def pick_bmm(device: torch.device, dtype: torch.dtype) -> str:
+    """`cpu.attention`'s way to multiply on a device: a tested one on a CPU, the library's on others."""
+    return cpu.pick_bmm(dtype) if device.type == "cpu" else "whole"
+
+
 def row_block(x: Tensor) -> int:
     """Row counts that are a multiple of this need no padding inside the functions below."""
     return 1 if on_device(x) else cpu.ROW_BLOCK
@@ -67,7 +72,7 @@ def linear(x: Tensor, w: Tensor, gemm: str, residual: Tensor | None = None, dtyp
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [n, E] normalised per row in fp32, times weight [E]."""
+    """x [n, E] normalised per row in fp32, or in float64 if it is that, times weight [E]."""
     return _of(x).rms_norm(x, weight, eps)
 
 

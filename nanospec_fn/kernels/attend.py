@@ -11,9 +11,6 @@ Shapes: B slots, R rows of a slot, n = B * R, H query heads, K KV heads, G = H /
 M page-table width, NB blocks that a table can hold.
 """
 
-import itertools
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -22,91 +19,6 @@ from torch import Tensor
 BLOCK = 64  # positions; page sizes divide it
 # Which blocks: all; those that the rows of a slot share; those that each row has for itself.
 ALL, SHARED, OWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit
-def _store_kv(
-    k, v, pool, store, position, table, k_stride, v_stride, pool_page, pool_half,
-    R, M, S, KD, WIDTH: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(position + row) >= 0:
-        at = tl.load(store + row)
-        page = tl.load(table + row // R * M + at // S).to(tl.int64)
-        i = tl.arange(0, WIDTH)
-        to = pool + page * pool_page + at % S * KD + i
-        tl.store(to, tl.load(k + row * k_stride + i, mask=i < KD), mask=i < KD)
-        tl.store(to + pool_half, tl.load(v + row * v_stride + i, mask=i < KD), mask=i < KD)
-
-
-def store_kv(pool: Tensor, k: Tensor, v: Tensor, store: Tensor, position: Tensor, page_table: Tensor) -> None:
-    """Write k, v [n, K, D] of live rows to storage positions store [B, R] of the pool [P + 1, 2, S, K, D], in place."""
-    n, kv_heads, d = k.shape
-    store, position, page_table = store.contiguous(), position.contiguous(), page_table.contiguous()
-    k, v = (x if x.stride(2) == 1 and x.stride(1) == d else x.contiguous() for x in (k, v))
-    if n:
-        _store_kv[(n,)](
-            k, v, pool, store, position, page_table, k.stride(0), v.stride(0), pool.stride(0), pool.stride(1),
-            store.shape[1], page_table.shape[1], pool.shape[2], kv_heads * d,
-            WIDTH=triton.next_power_of_2(kv_heads * d), num_warps=4,
-        )  # fmt: skip
-
-
-@triton.jit
-def _turn_and_store(
-    qkv, cos, sin, q, arrived, pool, store, position, table, pool_page, pool_half,
-    R, M, S, H, K, HALF, ZEROS, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    """Programs: (rows, blocks of heads). Heads of qkv are the row's queries, keys and values, in this order."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    i = tl.arange(0, WIDTH)
-    mask = (head[:, None] < H + 2 * K) & (i[None, :] < HALF)
-    at = qkv + (row * (H + 2 * K) + head[:, None]) * 2 * HALF + i[None, :]
-    a, b = tl.load(at, mask=mask).to(tl.float32), tl.load(at + HALF, mask=mask).to(tl.float32)
-    c = tl.load(cos + row * HALF + i, mask=i < HALF)[None, :]
-    s = tl.load(sin + row * HALF + i, mask=i < HALF)[None, :]
-    turns = head[:, None] < H + K
-    low, high = tl.where(turns, a * c - b * s, a), tl.where(turns, b * c + a * s, b)
-    low, high = low.to(q.dtype.element_ty), high.to(q.dtype.element_ty)
-    to = q + (row * H + head[:, None]) * 2 * HALF + i[None, :]
-    queries = mask & (head[:, None] < H)
-    tl.store(to, low, mask=queries)
-    tl.store(to + HALF, high, mask=queries)
-    if tl.load(position + row) >= 0:
-        place = tl.load(store + row)
-        page = tl.load(table + row // R * M + place // S).to(tl.int64)
-        beyond = head - H  # of keys, then values
-        of = page * pool_page + beyond // K * pool_half + (place % S * K + beyond % K) * 2 * HALF
-        kv = mask & (head[:, None] >= H)
-        tl.store(pool + of[:, None] + i[None, :], low, mask=kv)
-        tl.store(pool + of[:, None] + i[None, :] + HALF, high, mask=kv)
-    if tl.program_id(1) == 0:
-        lane = tl.arange(0, ZERO)
-        tl.store(arrived + row * ZEROS + lane, lane * 0, mask=lane < ZEROS)
-
-
-def turn_and_store(
-    qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, store: Tensor, position: Tensor, page_table: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`rows.rope` of queries and keys, and `store_kv`, in one launch and with their bits.
-
-    Args: qkv: [n, H + 2K, D] dense; cos, sin: [n, D/2] fp32; the others as for `store_kv`.
-    Returns: q [n, H, D], and zeros [n, K] int32 for `attend`'s `arrived`.
-    """
-    n, heads, d = qkv.shape
-    kv_heads = pool.shape[3]
-    qkv, store, position, page_table = (x.contiguous() for x in (qkv, store, position, page_table))
-    q = torch.empty(n, heads - 2 * kv_heads, d, dtype=qkv.dtype, device=qkv.device)
-    arrived = torch.empty(n, kv_heads, dtype=torch.int32, device=qkv.device)
-    if n:
-        block = min(8, triton.next_power_of_2(heads))
-        _turn_and_store[(n, triton.cdiv(heads, block))](
-            qkv, cos, sin, q, arrived, pool, store, position, page_table, pool.stride(0), pool.stride(1),
-            store.shape[1], page_table.shape[1], pool.shape[2], q.shape[1], kv_heads, d // 2, kv_heads,
-            WIDTH=triton.next_power_of_2(d // 2), BLOCK=block, ZERO=triton.next_power_of_2(kv_heads),
-            num_warps=2, enable_fp_fusion=False,
-        )  # fmt: skip
-    return q, arrived
 
 
 @triton.jit
@@ -143,21 +55,23 @@ def _finish(mass, mix):
 @triton.jit
 def _attend(
     q, pool, out, tops, masses, mixes, arrived, position, base, path, table,
-    scale, q_row, pool_page, pool_half, pool_slot, R, M, S, J, NB, K, D,
+    scale, q_row, pool_page, pool_half, pool_slot, TILES, R, M, S, J, NB, K, D,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (row tiles, B * K, splits). A tile is ROWS of a slot's R * G query rows, or one row's G for OWN.
+    """Programs: (B * K * TILES, splits). A tile is ROWS of a slot's R * G query rows, or one row's G for OWN.
 
     PART: ALL, SHARED or OWN. SPLIT: store every block's share by itself; the last program of a tile to come here folds
     them all, in order.
     """
-    slot, head = tl.program_id(1) // K, tl.program_id(1) % K
+    tile, pair = tl.program_id(0) % TILES, tl.program_id(0) // TILES
+    slot, head = pair // K, pair % K
+    pages = table + slot.to(tl.int64) * M
     lane = tl.arange(0, ROWS)
     if PART == OWN:
-        row, group, live = tl.program_id(0) + lane * 0, lane, lane < G
+        row, group, live = tile + lane * 0, lane, lane < G
     else:
-        at = tl.program_id(0) * ROWS + lane
+        at = tile * ROWS + lane
         row, group, live = at // G, at % G, at < R * G
     row = tl.where(live, row, 0)
     seen_to = tl.where(live, tl.load(position + slot * R + row), -1)  # the last position that the row sees
@@ -183,16 +97,16 @@ def _attend(
 
     first, step = start, 1
     if SPLIT:
-        first, step = start + tl.program_id(2), tl.num_programs(2)
+        first, step = start + tl.program_id(1), tl.num_programs(1)
     for block in range(first, stop, step):
         column = block * BLOCK + tl.arange(0, BLOCK)  # positions
         read = column <= furthest
         place = column
         if PART == OWN:
             ahead = column - tl.load(base + slot)
-            entry = path + (slot * R + tl.program_id(0)) * J + ahead
+            entry = path + (slot * R + tile) * J + ahead
             place = tl.where(ahead >= 0, tl.load(entry, mask=read & (ahead >= 0), other=0), column)
-        page = tl.load(table + slot * M + place // S, mask=read, other=0).to(tl.int64)
+        page = tl.load(pages + place // S, mask=read, other=0).to(tl.int64)
         kv = page * pool_page + (place % S).to(tl.int64) * pool_slot + head * D
         kv_at = pool + kv[:, None] + d[None, :]
         kv_mask = read[:, None] & (d[None, :] < D)
@@ -217,8 +131,7 @@ def _attend(
             tl.store(out + to, _finish(mass, mix).to(out.dtype.element_ty), mask=mask)
     elif PART != SHARED:
         tl.debug_barrier()  # this program's shares are stored; the atomic publishes them and brings in the others'
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == tl.num_programs(2) - 1:
+        if tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == tl.num_programs(1) - 1:
             for block in range(stop):
                 share = query * NB + block
                 both = live[:, None] & (d[None, :] < D)
@@ -287,10 +200,10 @@ def attend(
         arrived = torch.zeros(counters, dtype=torch.int32, device=q.device)
 
     def run(part: int, tiles: int, rows: int, splits: int) -> None:
-        _attend[(tiles, b * kv_heads, splits if split else 1)](
+        _attend[(b * kv_heads * tiles, splits if split else 1)](
             q, pool, out, tops, masses, mixes, arrived, position, first,
             ancestors, page_table, d**-0.5, q.stride(0), pool.stride(0), pool.stride(1), pool.stride(2),
-            r, page_table.shape[1], size, ancestors.shape[-1], per_query, kv_heads, d,
+            tiles, r, page_table.shape[1], size, ancestors.shape[-1], per_query, kv_heads, d,
             G=groups, ROWS=rows, WIDTH=width, BLOCK=BLOCK, PART=part, SPLIT=split,
             num_warps=8 if rows >= 128 else 4, num_stages=2, enable_fp_fusion=False,
         )  # fmt: skip
@@ -302,54 +215,3 @@ def attend(
     else:
         run(ALL.value, tiles, rows, most)
     return out
-
-
-@triton.jit
-def _commit_kv(
-    pool,
-    table,
-    length,
-    path,
-    live,
-    layer,
-    pool_page,
-    pool_half,
-    B,
-    D,
-    M,
-    S,
-    KD,
-    WIDTH: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """Programs: (layers * B, halves, columns). All rows of a column block are read before the first is written."""
-    slot, lane = tl.program_id(0) % B, tl.arange(0, WIDTH)
-    col = tl.program_id(2) * COLS + tl.arange(0, COLS)
-    node = tl.load(path + slot * D + lane, mask=lane < D, other=-1)
-    node = tl.where(tl.load(live + slot) != 0, node, -1)
-    mask = node >= 0
-    first = tl.load(length + slot) + 1
-    old, new = first + tl.maximum(node, 0), first + lane
-    from_page = tl.load(table + slot * M + old // S, mask=mask, other=0).to(tl.int64)
-    to_page = tl.load(table + slot * M + new // S, mask=mask, other=0).to(tl.int64)
-    both = mask[:, None] & (col[None, :] < KD)
-    half = pool + (tl.program_id(0) // B).to(tl.int64) * layer + tl.program_id(1).to(tl.int64) * pool_half
-    x = tl.load(half + (from_page * pool_page + old % S * KD)[:, None] + col[None, :], mask=both)
-    tl.debug_barrier()
-    tl.store(half + (to_page * pool_page + new % S * KD)[:, None] + col[None, :], x, mask=both)
-
-
-def commit_kv(pools: Sequence[Tensor], page_table: Tensor, length: Tensor, path: Tensor, live: Tensor) -> None:
-    """See `pages.commit`, in place. Pools at equal distances, as `pages.init_pools` makes them, take one launch."""
-    b, depth = path.shape
-    _, _, size, kv_heads, d = pools[0].shape
-    places = [pool.data_ptr() // pool.element_size() for pool in pools]
-    gaps = {after - before for before, after in itertools.pairwise(places)}
-    groups = [(pools[0], len(pools), gaps.pop() if gaps else 0)] if len(gaps) <= 1 else [(x, 1, 0) for x in pools]
-    if b and depth:
-        for pool, layers, gap in groups:
-            _commit_kv[(layers * b, 2, triton.cdiv(kv_heads * d, 256))](
-                pool, page_table.contiguous(), length, path.contiguous(), live, gap, pool.stride(0), pool.stride(1),
-                b, depth, page_table.shape[1], size, kv_heads * d,
-                WIDTH=triton.next_power_of_2(depth), COLS=256, num_warps=4,
-            )  # fmt: skip

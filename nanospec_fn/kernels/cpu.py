@@ -1,8 +1,8 @@
 """Row-canonical arithmetic on a CPU: a row's bits depend on that row alone.
 
 What the library's CPU kernels guarantee is little (docs/numerics.md has the measurements), so each function here
-states what it leans on. The whole set is tested for invariance over row counts, and `pick_gemm` tests the part
-that differs between processors before it is used.
+states what it leans on. The whole set is tested for invariance over row counts, and `pick_gemm` and `pick_bmm` test
+the parts that differ between processors before they are used.
 
 Shapes: n rows, K/N the inner and outer width of a matrix.
 """
@@ -95,10 +95,12 @@ def pad_rows(x: Tensor, multiple: int) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [n, E] normalised per row in fp32, times weight [E]; at least ROW_BLOCK rows go in, as a lone row sums in
-    another order when it is wide."""
+    """x [n, E] normalised per row in fp32, or in float64 if it is that, times weight [E].
+
+    At least ROW_BLOCK rows go in, as a lone row sums in another order when it is wide.
+    """
     n = x.shape[0]
-    wide = pad_rows(x, ROW_BLOCK).float()
+    wide = pad_rows(x, ROW_BLOCK).to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (weight * (wide * scale).to(x.dtype))[:n]
 
@@ -173,9 +175,41 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 KV_BLOCK = 64  # positions per block of the contraction over keys; page sizes divide it
+BMMS = ("whole", "tiles", "ordered")  # how `attention` multiplies, the fastest first
 
 
-def attention(q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], scale: float) -> Tensor:
+def pick_bmm(dtype: torch.dtype = torch.float32) -> str:
+    """Name the fastest way for `attention` to multiply that is row-invariant on this machine in a short test.
+
+    Returns: "whole", all rows of a group at once; "tiles", ROW_BLOCK rows at a time, so that every product has one
+    shape; "ordered", one term after another, in which no library decides on an order (20 to 50 times the time).
+    Errors: RuntimeError if none holds here.
+    """
+    for bmm in BMMS:
+        if all(_attends_invariantly(bmm, d, dtype) for d in (64, 128)):
+            return bmm
+    raise RuntimeError(
+        "no row-invariant attention on this CPU, so results would depend on the batch; see docs/numerics.md"
+    )
+
+
+def _attends_invariantly(bmm: str, d: int, dtype: torch.dtype) -> bool:
+    """Whether a few rows have the bits that they have among many, over shared keys and each over a copy of them."""
+    generator = torch.Generator().manual_seed(0)
+    many, keys = 80, 4 * KV_BLOCK
+    q, k, v = (torch.randn(1, n, d, generator=generator).to(dtype) for n in (many, keys, keys))
+    hidden = hide((torch.arange(keys) < 60 + 2 * torch.arange(many)[:, None])[None], 1, 1)
+
+    def attend(first: int, n: int, copies: int) -> Tensor:
+        part = (k.expand(copies, -1, -1), v.expand(copies, -1, -1), hidden[:, :, first : first + n])
+        return attention(q[:, first : first + n], [part], d**-0.5, bmm)
+
+    whole = attend(0, many, 1)
+    some = ((1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (13, 1), (31, 1), (64, 1), (3, 3), (12, 12))
+    return all(torch.equal(attend(5, n, copies), whole[:, 5 : 5 + n]) for n, copies in some)
+
+
+def attention(q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], scale: float, bmm: str) -> Tensor:
     """Softmax attention whose sums run over blocks of KV_BLOCK positions in order, block by block.
 
     A block that is hidden from a row adds exactly zero to that row, so neither padding nor the length of the
@@ -187,11 +221,12 @@ def attention(q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], scale: 
         a group's rows share their keys; otherwise f divides M and each M / f consecutive rows have their own. v must
         be finite where no row sees it.
       scale: multiplies the scores.
+      bmm: of `pick_bmm`.
     Returns: [n, M, D]; 0 for a row that sees nothing.
     """
     n, m, d = q.shape
     scores = [
-        (_merge_rows(_scores(q.reshape(k.shape[0], -1, d), k), n) * scale).masked_fill(hidden, -torch.inf)
+        (_merge_rows(_scores(q.reshape(k.shape[0], -1, d), k, bmm), n) * scale).masked_fill(hidden, -torch.inf)
         for k, _, hidden in parts
     ]
     tops = [s.amax(dim=(1, 3)) for s in scores]
@@ -200,7 +235,7 @@ def attention(q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], scale: 
     total, out = q.new_zeros(n, m, 1), torch.zeros_like(q)
     for s, (_, v, _) in zip(scores, parts, strict=True):
         p = torch.exp(s - top)
-        mass, mixed = p.sum(-1, keepdim=True), _merge_rows(_mix(_split_rows(p, v.shape[0]), v), n)
+        mass, mixed = p.sum(-1, keepdim=True), _merge_rows(_mix(_split_rows(p, v.shape[0]), v, bmm), n)
         for j in range(p.shape[1]):
             total = total + mass[:, j]
             out = out + mixed[:, j]
@@ -214,22 +249,35 @@ def hide(mask: Tensor, kv_heads: int, groups: int) -> Tensor:
     return hidden[:, None].expand(-1, kv_heads, -1, -1, -1).reshape(b * kv_heads, -1, r * groups, KV_BLOCK)
 
 
-def _scores(q: Tensor, k: Tensor) -> Tensor:
+def _scores(q: Tensor, k: Tensor, bmm: str) -> Tensor:
     """q [g, m, D], k [g, T, D] -> [g, T / KV_BLOCK, m, KV_BLOCK]."""
     g, m, d = q.shape
     blocks = k.shape[1] // KV_BLOCK
     q = _pad_tile(q)
     tiles = q[:, None].expand(g, blocks, *q.shape[1:]).reshape(g * blocks, -1, d)
-    s = torch.bmm(tiles, k.reshape(g * blocks, KV_BLOCK, d).transpose(1, 2))
+    s = _multiply(tiles, k.reshape(g * blocks, KV_BLOCK, d).transpose(1, 2), bmm)
     return s.view(g, blocks, -1, KV_BLOCK)[:, :, :m]
 
 
-def _mix(p: Tensor, v: Tensor) -> Tensor:
+def _mix(p: Tensor, v: Tensor, bmm: str) -> Tensor:
     """p [g, T / KV_BLOCK, m, KV_BLOCK], v [g, T, D] -> [g, T / KV_BLOCK, m, D], each block by itself."""
     g, blocks, m, _ = p.shape
     p = _pad_tile(p)
-    out = torch.bmm(p.reshape(g * blocks, -1, KV_BLOCK), v.reshape(g * blocks, KV_BLOCK, -1))
+    out = _multiply(p.reshape(g * blocks, -1, KV_BLOCK), v.reshape(g * blocks, KV_BLOCK, -1), bmm)
     return out.view(g, blocks, *out.shape[1:])[:, :, :m]
+
+
+def _multiply(a: Tensor, b: Tensor, bmm: str) -> Tensor:
+    """a [g, m, K], m a multiple of ROW_BLOCK, b [g, K, N] -> [g, m, N], as `pick_bmm` names it."""
+    if bmm == "whole":
+        return torch.bmm(a, b)
+    if bmm == "tiles":
+        return torch.cat([torch.bmm(tile.contiguous(), b) for tile in a.split(ROW_BLOCK, dim=1)], dim=1)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    out = torch.zeros(a.shape[0], a.shape[1], b.shape[2], dtype=wide, device=a.device)
+    for i in range(a.shape[2]):
+        out = out + a[:, :, i, None].to(wide) * b[:, None, i].to(wide)
+    return out.to(a.dtype)
 
 
 def _merge_rows(x: Tensor, n: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 K is walked from 0 in order, one fp32 accumulator per output, no split; the sum is rounded once. The tensor core adds 16
 products at a time whatever the tile, so a row's bits depend neither on the tile's shape nor on which operand is the
-wide one (measured: docs/performance.md, tests/gpu/test_kernels.py). So the launch below is free to follow n.
+wide one (measured: docs/performance.md, tests/gpu/test_linear.py). So the launch below is free to follow n.
 
 Shapes: n rows, K / N inner and outer width.
 """

@@ -67,8 +67,8 @@ def embed_beside(table: Tensor, token: Tensor, table_weight: Tensor, x: Tensor, 
 
 @triton.jit
 def _silu_mul(gate_up, out, size, WIDTH: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     gate = tl.load(gate_up + row * 2 * size + i, mask=i < size, other=0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + i, mask=i < size, other=0).to(tl.float32)
     act = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
@@ -81,8 +81,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     n, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(n, width, dtype=gate_up.dtype, device=gate_up.device)
     if n:
-        grid = (triton.cdiv(width, 1024), n)
-        _silu_mul[grid](gate_up, out, width, WIDTH=1024, num_warps=4, enable_fp_fusion=False)
+        _silu_mul[(n, triton.cdiv(width, 1024))](gate_up, out, width, WIDTH=1024, num_warps=4, enable_fp_fusion=False)
     return out
 
 
@@ -102,7 +101,7 @@ def _rope(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, WIDTH)
     mask = (head[:, None] < HEADS) & (i[None, :] < HALF)
-    at = x + row * row_stride + head[:, None] * head_stride + i[None, :]
+    at = x + row * row_stride + head[:, None].to(tl.int64) * head_stride + i[None, :]
     a, b = tl.load(at, mask=mask).to(tl.float32), tl.load(at + HALF, mask=mask).to(tl.float32)
     c = tl.load(cos + row * HALF + i, mask=i < HALF)[None, :]
     s = tl.load(sin + row * HALF + i, mask=i < HALF)[None, :]

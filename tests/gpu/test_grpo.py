@@ -75,7 +75,7 @@ def test_resume_has_the_same_bits_under_deterministic_algorithms(tmp_path):
         setting, state = begin(tmp_path, POWER)
         loaded = run_files.load_state(path, state, lambda about: None)
         master = policy.publish(setting.engine.model.params, loaded.policy.master)
-        draft = grpo.drafts.restore(setting.engine.draft, setting.plan, loaded.draft)
+        draft = grpo.drafts.restore(setting.engine.draft, setting.upkeep, loaded.draft)
         state = grpo.RunState(policy=dataclasses.replace(loaded.policy, master=master), draft=draft)
         for _ in range(2):
             state, _ = grpo.train_step(setting, state)

@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 import nanospec_fn as ns
-from bench import acceptance, prompts, widen
-from nanospec_fn import chat
+from bench import acceptance, widen
+from nanospec_fn import chat, prompts
 from nanospec_fn.kernels import cpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.smollm2]

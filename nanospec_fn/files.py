@@ -1,0 +1,37 @@
+"""Files that are written whole or not at all: beside their place, synced, and renamed into it.
+
+A kill leaves the old file or the new one; an error leaves the old one, and nothing beside it.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A place to write a file to; when the block ends well it is synced and renamed to `path`.
+
+    Errors: OSError, and whatever the block raises.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name too is on the disk
+    finally:
+        os.close(folder)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all. Errors: OSError."""
+    with whole(path) as part:
+        part.write_bytes(data)
