@@ -15,9 +15,7 @@ import torch
 
 import nanospec_fn as ns
 from bench import rounds, widen
-from nanospec_fn import arguments, revision
-from nanospec_fn.program import pages_for
-from nanospec_fn.struct import replace
+from nanospec_fn import arguments, program, revision, struct
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,16 +75,16 @@ def measure(
     """
     spec = ns.Speculation() if draft else None
     lookahead = spec.lookahead if spec else 0
-    pages = pages_for([tokens + 1] * prompts, ns.EngineConfig.page_size, lookahead, prompts)
+    pages = program.pages_for([tokens + 1] * prompts, ns.EngineConfig.page_size, lookahead, prompts)
     config = ns.EngineConfig(prompts, pages, attend=attend, prefill_chunk=tokens)
-    program = ns.build(model, draft=draft, engine=config, speculation=spec)
-    if reason := program.misfit(tokens):
+    engine = ns.build(model, draft=draft, engine=config, speculation=spec)
+    if reason := engine.misfit(tokens):
         raise ValueError(f"tokens: {reason}")
     device = model.params.embed.device
     before = rounds.held(device)
     params = ns.Params(target=model.params, draft=draft.params if draft else ())
-    step = ns.capture(program.prefill, donate=("state",))
-    state = rounds.admitted(program, tokens)
+    step = ns.capture(engine.prefill, donate=("state",))
+    state = rounds.admitted(engine, tokens)
     state, _ = step(params, state)  # captures
     clock = rounds.Clock(device)
     for _ in range(repeats):
@@ -112,8 +110,8 @@ def unread(state: ns.State) -> ns.State:
     """The state before its prompts were read: the pages stay reserved, the next step writes the same KV to them."""
     s = state.slots
     zero = torch.zeros_like(s.length)
-    fresh = replace(s, length=zero, unseen=zero, done=zero, total=s.prefill_to.clone())
-    return replace(state, slots=fresh)
+    fresh = struct.replace(s, length=zero, unseen=zero, done=zero, total=s.prefill_to.clone())
+    return struct.replace(state, slots=fresh)
 
 
 def matrices(layer: Any) -> list[torch.Tensor]:

@@ -335,7 +335,9 @@ def test_preemption_changes_nothing(monkeypatch, spec):
     engine = watch(ns.prepare(target(), draft, ns.EngineConfig(max_slots=6, num_pages=tight, page_size=4), spec))
     recomputed = []
     insert = engine.insert
-    monkeypatch.setattr(engine, "insert", lambda *a: recomputed.append(a[4]) or insert(*a))
+    monkeypatch.setattr(
+        engine, "insert", lambda state, coming: recomputed.extend(a.emitted for a in coming) or insert(state, coming)
+    )
     assert ns.generate(target(), starts, sampling, engine=engine) == roomy
     assert any(recomputed), "nothing was preempted"
     assert_empty(engine)

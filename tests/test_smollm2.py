@@ -44,7 +44,7 @@ def transformers_says(smollm2) -> Callable[[list[str], int], list[list[int]]]:
 @pytest.mark.parametrize("name", DRAFTS)
 def test_greedy_equals_transformers(smollm2, questions, transformers_says, name):
     """Bugs: any that changes what a real model says."""
-    check(smollm2, questions[:4], transformers_says(questions[:4], 48), 48, *DRAFTS[name])
+    check(smollm2, questions[:3], transformers_says(questions[:3], 32), 32, *DRAFTS[name])
 
 
 @pytest.mark.deep
