@@ -7,7 +7,7 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3 python,$(shell \
 	$(p) -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))" 2>/dev/null && echo $(p))))
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: demo test install clean gpu-bits gpu-speed gpu-rl
+.PHONY: demo test install clean gpu-bits gpu-speed gpu-rl gpu-roofline gpu-prefill gpu-identity-wide gpu-identity-small
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m nanospec_fn generate "$(PROMPT)" --max-tokens 96 --compare
@@ -31,39 +31,55 @@ $(VENV)/installed-test: $(VENV)/installed
 	if command -v nvidia-smi >/dev/null; then $(PIP) -e '.[test,rl,modal]'; else $(PIP) -e '.[test,rl,modal,interpreter]'; fi
 	touch $@
 
-# On a machine with an H200 or H100: what docs/performance.md and docs/rl.md claim of it; rows in $(RESULTS).
+# On a machine with an H200 or H100: what docs/performance.md and docs/rl.md claim of it; rows in $(RESULTS). All of it:
+# make -k gpu-bits gpu-speed gpu-rl PY=python
 PY      ?= $(VENV)/bin/python
 RESULTS ?= bench/results/h200
-LIKE    ?= llama-3.1-8b
 RUNS    ?= runs/h200
+WIDE    := --like llama-3.1-8b --draft eagle
+BITS    := --shape 1x5 4x5 6x5 --bs 1:8x256 8:40x512 32:40x512 --eager 4:4x64
+GRPO    := --task gsm8k --prompts 64 --group 8 --max-tokens 128 --steps 12 --lr 2e-6 --quiet
 
-gpu-bits:
-	mkdir -p $(RESULTS)
-	-$(PY) -m bench.identity --like $(LIKE) --draft eagle --shape 1x5 4x5 6x5 --out $(RESULTS)/identity.jsonl \
-		--bs 1:8x256 8:40x512 32:40x512 --eager 4:4x64
-	-$(PY) -m bench.identity --draft eagle --shape 1x5 4x5 6x5 --out $(RESULTS)/identity.jsonl \
-		--bs 1:8x256 8:40x512 32:40x512 --eager 4:4x64
-	-for file in tests/gpu/test_*.py; do timeout 200 $(PY) -m pytest -p no:cacheprovider -m gpu $$file; done
+gpu-bits: gpu-identity-wide gpu-identity-small $(patsubst tests/gpu/test_%.py,gpu-test-%,$(wildcard tests/gpu/test_*.py))
 
-gpu-speed:
-	-$(PY) -m bench.roofline --like $(LIKE) --draft eagle --bs 1 8 32 128 --shape 1x5 4x5 --out $(RESULTS)
-	-$(PY) -m bench.prefill --like $(LIKE) --draft eagle --out $(RESULTS)
-	-for config in nospec chain tree tree6; do \
-		$(PY) -m bench.run nanospec --config $$config --like $(LIKE) --draft eagle --out $(RESULTS)/mt-bench; done
-	-for config in nospec chain auto; do \
-		$(PY) -m bench.run nanospec --config $$config --like $(LIKE) --draft eagle --prompts gsm8k --limit 512 \
-			--bs 64 128 256 512 --runs 1 --no-check --out $(RESULTS)/gsm8k; done
+gpu-identity-wide: | $(RESULTS)
+	$(PY) -m bench.identity $(WIDE) $(BITS) --out $(RESULTS)/identity.jsonl
+
+gpu-identity-small: | $(RESULTS)
+	$(PY) -m bench.identity --draft eagle $(BITS) --out $(RESULTS)/identity.jsonl
+
+gpu-test-%:
+	timeout 300 $(PY) -m pytest -p no:cacheprovider -m gpu tests/gpu/test_$*.py
+
+gpu-speed: gpu-roofline gpu-prefill $(addprefix gpu-run-,nospec chain tree tree6) $(addprefix gpu-batch-,nospec chain auto)
 	$(PY) -m bench.table $(RESULTS)/mt-bench/*.jsonl
 
-GRPO = $(PY) -m rl.grpo --task gsm8k --prompts 64 --group 8 --max-tokens 128 --steps 12 --lr 2e-6 --quiet
+gpu-roofline:
+	$(PY) -m bench.roofline $(WIDE) --bs 1 8 32 128 --shape 1x5 4x5 --out $(RESULTS)
 
-gpu-rl:
-	-$(GRPO) --draft none --out $(RUNS)/none
-	-$(GRPO) --draft frozen --out $(RUNS)/frozen
-	-$(GRPO) --draft frozen --draft-refresh 2 --out $(RUNS)/refreshed
-	-$(GRPO) --draft eagle --out $(RUNS)/head
-	-$(GRPO) --draft eagle --draft-train --out $(RUNS)/head-trained
+gpu-prefill:
+	$(PY) -m bench.prefill $(WIDE) --out $(RESULTS)
+
+gpu-run-%:
+	$(PY) -m bench.run nanospec --config $* $(WIDE) --out $(RESULTS)/mt-bench
+
+gpu-batch-%:
+	$(PY) -m bench.run nanospec --config $* $(WIDE) --prompts gsm8k --limit 512 --bs 64 128 256 512 --runs 1 --no-check \
+		--out $(RESULTS)/gsm8k
+
+gpu-rl: $(addprefix gpu-grpo-,none frozen refreshed head head-trained)
 	$(PY) -m rl.plot $(RUNS)/* --out $(RUNS)-plots
+
+gpu-grpo-none:         DRAFT = none
+gpu-grpo-frozen:       DRAFT = frozen
+gpu-grpo-refreshed:    DRAFT = frozen --draft-refresh 2
+gpu-grpo-head:         DRAFT = eagle
+gpu-grpo-head-trained: DRAFT = eagle --draft-train
+gpu-grpo-%:
+	$(PY) -m rl.grpo $(GRPO) --draft $(DRAFT) --out $(RUNS)/$*
+
+$(RESULTS):
+	mkdir -p $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -137,14 +137,9 @@ def put_back(state: State, slot: Tensor | None, taken: State, put: Write = put) 
     return taken if slot is None else replace(taken, feature=put(state.feature, (slot,), taken.feature))
 
 
-def newest(state: State, unseen: int | None) -> State:
+def owed(state: State, unseen: int | None) -> State:
     """What a catch-up reads where no slot has more than `unseen` tokens that the draft has not been run on."""
     return state if unseen is None else replace(state, feature=state.feature[:, :unseen])
-
-
-def rows_at(x: Tensor, row: Tensor) -> Tensor:
-    """x [B, R, F], row [B, m] -> [B, m, F]."""
-    return kernels.rows_at(x, row)
 
 
 def observe(state: State, features: Tensor, path: Tensor, live: Tensor) -> State:
@@ -156,7 +151,7 @@ def observe(state: State, features: Tensor, path: Tensor, live: Tensor) -> State
         from nanospec_fn.kernels import rows  # needs Triton
 
         return replace(state, feature=rows.keep_path(features, path, live, state.feature))
-    kept = rows_at(features, torch.nn.functional.pad(path + 1, (1, 0)))
+    kept = kernels.rows_at(features, torch.nn.functional.pad(path + 1, (1, 0)))
     missing = state.feature.shape[1] - kept.shape[1]
     kept = torch.nn.functional.pad(kept, (0, 0, 0, missing))
     # A slot that sits this round out, such as one whose prompt is not prefilled yet, keeps what it carries.

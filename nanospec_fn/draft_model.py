@@ -54,7 +54,7 @@ def grow(
     state_, hidden = method.run(params, state, rows, state.feature, s, attend, put)
     if not spec.depth:
         return state_, trees.init_all(b, 0, live.device)
-    hidden = draft.rows_at(hidden, last[:, None])
+    hidden = kernels.rows_at(hidden, last[:, None])
 
     base = s.total - method.shift  # where the rows of depth-1 nodes stand
     tree = trees.init_all(b, k * spec.depth, live.device)
@@ -64,7 +64,7 @@ def grow(
             tree = trees.expand_all(tree, depth, token, logp)
             break
         tree, rows, parent = next_level(tree, depth, token, logp, base, live)
-        feature = draft.rows_at(hidden, parent) if k > 1 else hidden
+        feature = kernels.rows_at(hidden, parent) if k > 1 else hidden
         state_, hidden = method.run(params, state_, rows, feature, s, attend, put)
     if spec.nodes < k * spec.depth:
         tree = torch.func.vmap(lambda t: trees.prune(t, spec.nodes, k))(tree)
@@ -204,7 +204,7 @@ class Eagle3:
         pairs = replace(rows, position=position, store=position, base=rows.base - self.shift)
         new, _ = self.run(params, state, pairs, shifted, s, attend, put)
         count = (rows.position != DEAD).sum(1, keepdim=True)
-        last = draft.rows_at(features, (count - 1).clamp_min(0))
+        last = kernels.rows_at(features, (count - 1).clamp_min(0))
         first = torch.where(count[:, :, None] > 0, last, state.feature[:, :1])
         return replace(new, feature=torch.cat((first, state.feature[:, 1:]), dim=1))
 

@@ -37,7 +37,7 @@ class Engine:
     Attributes:
       behind: whether a step's results are read when the next one already runs; on CUDA.
       stats: times and acceptance of the variants, where the host picks among them.
-      unseen: by slot, the most tokens that the draft has not been run on; adds: of them by the newest step.
+      backlog: how far the draft may be behind in each slot, likewise.
     """
 
     def __init__(
@@ -67,8 +67,7 @@ class Engine:
         self.shapes = self.program.shapes() if picks else (self.program.static.speculation,)
         self.choice = variants.Config(tuple(variants.Variant(s.top_k, s.depth, s.nodes + 1) for s in self.shapes))
         self.stats = variants.Stats()
-        self.unseen: dict[int, int] = {}
-        self.adds = 0
+        self.backlog = variants.Backlog(self.program.static.speculation.depth + 1)
         self.serving = False
         self.state = self.program.init()
         self._buffers = pytree.tree_flatten(self.state)
@@ -81,8 +80,8 @@ class Engine:
 
     def reset(self) -> None:
         """Drop whatever runs. The buffers stay, so that captured graphs stay valid."""
+        self.backlog = variants.Backlog(self.backlog.most)
         # An interrupted step may have consumed self.state in part; its tensors are still these.
-        self.unseen = {}
         leaves, spec = self._buffers
         self.state = self.clear(pytree.tree_unflatten(leaves, spec))
 
@@ -105,14 +104,14 @@ class Engine:
         """
         rows, slot = self._rows_for(requests, bucket)
         issued = reports.start(self.program.pool.device)
-        call, shape = (self.prefill, chunk) if chunk else (self.round, self.shapes[variant])
-        self.adds = 1 if chunk else self.shapes[variant].depth + 1
-        width = self.program.static.speculation.depth + 1
-        known = {s: self.unseen.get(s, width) for s in requests}
-        if self.adds == 1 < width and not chunk and max(known.values()) == 1:  # a plain round after another
-            call, shape = self.follow, 1
-        self.unseen |= {s: max(n, self.adds) for s, n in known.items()}
-        self.state, table, evidence = call(self.params, self.state, slot, shape)
+        call, size, emits = self.prefill, chunk, 1
+        if not chunk:
+            call, size = self.round, self.shapes[variant]
+            emits = size.depth + 1
+            if not size.depth and self.draft and variants.kept_up(self.backlog, requests):
+                call, size = self.follow, 1
+        self.backlog = variants.issued(self.backlog, requests, emits)
+        self.state, table, evidence = call(self.params, self.state, slot, size)
         table, evidence = reports.to_host((table, evidence))
         return Report(step, rows, requests, chunk > 0, bucket, variant, table, evidence, issued())
 
@@ -139,8 +138,9 @@ class Engine:
         """Take in a step, where the host picks: of a round without a lossy rule its time and acceptance too."""
         if len(self.shapes) == 1:
             return
-        emitted = dict(landed.events.emitted)  # what a step that was issued since may add comes on top
-        self.unseen |= {s: max(emitted[i], self.adds) for s, i in report.requests.items() if i in emitted}
+        emitted = dict(landed.events.emitted)
+        by_slot = {slot: emitted[i] for slot, i in report.requests.items() if i in emitted}
+        self.backlog = variants.landed(self.backlog, by_slot)
         if not report.prefill and not lossy:
             self.stats = variants.observe(
                 self.choice, self.stats, report.bucket, report.variant, landed.milliseconds, landed.accepted

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanospec_fn import acceptance, admission, flashinfer, model, pages, slots, step
+from nanospec_fn import acceptance, admission, flashinfer, pages, slots, step
 from nanospec_fn.admission import Admission
 from nanospec_fn.attention import Attend, Canonical, Sdpa
 from nanospec_fn.draft import Draft, Nothing, PoolShape, Speculation
 from nanospec_fn.flashinfer import FlashInfer
+from nanospec_fn.model import Model
 from nanospec_fn.pages import Write
 from nanospec_fn.sampling import Sampling
 from nanospec_fn.step import Info, Params, State, Static
@@ -94,7 +95,7 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def build(
-    model: model.Model,
+    model: Model,
     draft: Draft | None = None,
     engine: EngineConfig | None = None,
     speculation: Speculation | None = None,
@@ -131,7 +132,7 @@ def build(
     return Program(static=static, max_slots=engine.max_slots, max_context=max_context, pool=pool)
 
 
-def check_memory(model: model.Model, num_pages: int, page_size: int) -> None:
+def check_memory(model: Model, num_pages: int, page_size: int) -> None:
     """Errors: ValueError for a pool of the target's KV that is larger than the device's memory."""
     cfg, weight = model.cfg, model.params.embed
     size = num_pages * page_size * 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * weight.element_size()
@@ -146,7 +147,7 @@ def check_memory(model: model.Model, num_pages: int, page_size: int) -> None:
         )
 
 
-def pick_attend(engine: EngineConfig, model: model.Model) -> Attend:
+def pick_attend(engine: EngineConfig, model: Model) -> Attend:
     """The attention backend: "auto" is canonical where the model's products are, else sdpa.
 
     Errors: ValueError for a backend that this model's device cannot run.
@@ -262,6 +263,7 @@ class Program:
         for one in coming:
             self._check(one)
         places = [one.slot for one in coming]
+        # Waits for the device once: a batch comes when everything that was issued has been read.
         held = state.slots.active[slots.column(places, torch.int64, self.pool.device)].tolist()
         for slot, occupied in zip(places, held, strict=True):
             if occupied:

@@ -53,10 +53,13 @@ class Report:
 
 
 def packed(step: Callable[..., Any], record: bool) -> Callable[..., Any]:
-    """A step `(params, state, slot, shape)` whose info comes as `pack`'s table, and as what a trace needs."""
+    """A step `(params, state, slot, size)` whose info comes as `pack`'s table, and as what a trace needs.
 
-    def run(params: Any, state: Any, slot: Tensor | None, shape: Any, put: Write = put) -> Any:
-        state, info = step(params, state, slot, shape, put=put)
+    `size` is what the step is specialised to: a prefill's chunk, a round's tree, how far behind `decode` finds a draft.
+    """
+
+    def run(params: Any, state: Any, slot: Tensor | None, size: Any, put: Write = put) -> Any:
+        state, info = step(params, state, slot, size, put=put)
         return state, pack(info), (info.tree, info.evidence) if record else ()
 
     return run

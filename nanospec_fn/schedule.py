@@ -14,7 +14,7 @@ MIN_CHUNK = 8  # a shorter prefill chunk costs as much as this one, and each siz
 
 @dataclass(frozen=True)
 class Config:
-    """The pool's shape. Source: ns.EngineConfig."""
+    """What bounds a step."""
 
     max_slots: int
     prefill_chunk: int = 512  # most prompt tokens per slot and step

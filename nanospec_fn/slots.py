@@ -40,6 +40,10 @@ class Slots:
     controls: sampling.Controls
 
 
+STEPPED = ("done", "tokens", "total", "length", "unseen", "page_table", "num_pages")  # all that a step changes
+CLEARED = ("active", "done", "total", "length", "prefill_to", "unseen", "page_table", "num_pages")  # of who leaves
+
+
 def init(num_slots: int, capacity: int, table_width: int, device: torch.device | str = "cpu") -> Slots:
     """Every slot empty."""
 
@@ -104,7 +108,7 @@ def newcomers(
         tokens=tokens,
         total=ints(total),
         length=none,
-        prefill_to=ints([n - a for n, a in zip(total, again, strict=True)]),
+        prefill_to=ints([n - 1 if a else n for n, a in zip(total, again, strict=True)]),
         silent=silent,
         limit=ints([end.limit for end in ends]),
         unseen=none,
@@ -121,9 +125,6 @@ def put_all(slots: Slots, slot: Tensor, rows: Slots, put: Write = put) -> Slots:
     return placed
 
 
-CLEARED = ("active", "done", "total", "length", "prefill_to", "unseen", "page_table", "num_pages")  # of who leaves
-
-
 def evict(slots: Slots, slot: Tensor, put: Write = put) -> tuple[Slots, Tensor]:
     """Empty the slots of `slot` [b]. Returns the page ids [b, M] int32 that they held, SINK where none."""
     held = slots.page_table[slot]
@@ -137,9 +138,6 @@ def evict(slots: Slots, slot: Tensor, put: Write = put) -> tuple[Slots, Tensor]:
 def take(slots: Slots, slot: Tensor | None) -> Slots:
     """The rows of `slot` [b] (distinct), or all of them for None."""
     return slots if slot is None else pytree.tree_map(lambda x: x[slot], slots)
-
-
-STEPPED = ("done", "tokens", "total", "length", "unseen", "page_table", "num_pages")  # all that a step changes
 
 
 def put_back(slots: Slots, slot: Tensor | None, taken: Slots, put: Write = put) -> Slots:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanospec_fn import acceptance, attention, draft, model, pages, slots, trees
+from nanospec_fn import acceptance, attention, draft, kernels, model, pages, slots, trees
 from nanospec_fn.acceptance import Evidence, Verdict
 from nanospec_fn.attention import Attend, Rows
 from nanospec_fn.draft import Speculation
@@ -106,7 +106,7 @@ def prefill(
 
     s = replace(s, length=s.length + n, unseen=torch.where(n > 0, 1, s.unseen))
     first = (n > 0) & (s.length == s.prefill_to) & ~s.silent
-    last = draft.rows_at(x.view(*rows.token.shape, -1), (n - 1).clamp_min(0)[:, None])
+    last = kernels.rows_at(x.view(*rows.token.shape, -1), (n - 1).clamp_min(0)[:, None])
     logits = model.logits(params.target, static.cfg, last[:, 0])[:, None]
     tree = trees.init_all(len(n), 0, n.device)
     evidence, verdict = _judge(static, logits, tree, s, depth=0)
@@ -159,15 +159,15 @@ def _round(
     s, carried = slots.take(state.slots, slot), draft.take(state.draft, slot)
     free, s, live, ok = slots.reserve_round(state.pages, s, spec.lookahead, static.page_size, put)
 
-    newest = draft.newest(carried, unseen)
-    drafted, tree = static.method.propose(params, newest, s, live, spec, static.attend, put)  # draft
+    owed = draft.owed(carried, unseen)
+    drafted, tree = static.method.propose(params, owed, s, live, spec, static.attend, put)  # draft
     carried = replace(carried, pools=drafted.pools)
     rows = verify_rows(s, tree, live, spec)
     pools, x, features = _run_target(static, params, state.pools, rows, s, put)  # verify
     logits = model.logits(params.target, static.cfg, x).view(*rows.token.shape, -1)
     evidence, verdict = _judge(static, logits, tree, s, spec.depth)  # accept
     if spec.top_k > 1 and spec.depth:  # a chain's nodes stand where they belong
-        pools = _commit(static, pools, s, verdict, live, put)
+        pools = pages.commit(pools, s.page_table, s.length, verdict.path, live, static.page_size, put)
     carried = draft.observe(carried, features.view(*rows.token.shape, -1), verdict.path, live)
     s, info = _emit(static, s, tree, evidence, verdict, live, ok, put)
     return _put_back(replace(state, pages=free, pools=pools), slot, s, carried, put), info
@@ -192,13 +192,6 @@ def _judge(static: Static, logits: Tensor, tree: Tree, s: Slots, depth: int) -> 
     """`acceptance.accept` in its two parts: logits [b, R, V] of the root and of tree [b, N]."""
     evidence = acceptance.weigh(logits, tree, s.controls, s.total, full=static.record)
     return evidence, static.decide(evidence, tree, s.controls, depth)
-
-
-def _commit(
-    static: Static, pools: tuple[Tensor, ...], s: Slots, verdict: Verdict, live: Tensor, put: Write
-) -> tuple[Tensor, ...]:
-    """Move the accepted path's KV to the positions that follow the root's."""
-    return pages.commit(pools, s.page_table, s.length, verdict.path, live, static.page_size, put)
 
 
 def _emit(

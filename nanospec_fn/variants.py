@@ -7,7 +7,7 @@ and then again whenever one more round of it costs at most a hundredth of the ti
 is known of its acceptance; a thousandth, where no acceptance could make it win).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 # Rounds of a variant before its time at a batch size is believed; the first one compiles, and does not count.
@@ -146,3 +146,32 @@ def _count(stats: Stats, shape: Variant, accepted: Sequence[int]) -> tuple[Level
         levels[depth] = Level(level.reached * kept + reached, level.passed * kept + passed)
         reached = passed
     return tuple(levels)
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """How far the draft may be behind: by slot, the most tokens that it has not been run on.
+
+    A plain round after another needs one row of the draft a slot, where one after a tree needs `most`.
+    """
+
+    most: int  # tokens of the longest round: of a slot of which nothing is known
+    tokens: Mapping[int, int] = field(default_factory=dict)
+    newest: int = 0  # what the newest step that was issued emits at most
+
+
+def kept_up(backlog: Backlog, slots: Iterable[int]) -> bool:
+    """Whether the draft has been run on all but the newest token of each slot, whatever is still to be read."""
+    return all(backlog.tokens.get(slot, backlog.most) == 1 for slot in slots)
+
+
+def issued(backlog: Backlog, slots: Iterable[int], emits: int) -> Backlog:
+    """Take in a step over these slots that emits at most so many tokens; it may yet be refused pages."""
+    behind = {slot: max(backlog.tokens.get(slot, backlog.most), emits) for slot in slots}
+    return replace(backlog, tokens={**backlog.tokens, **behind}, newest=emits)
+
+
+def landed(backlog: Backlog, emitted: Mapping[int, int]) -> Backlog:
+    """Take in what a step emitted by slot; a newer one may have been issued since."""
+    behind = {slot: max(count, backlog.newest) for slot, count in emitted.items()}
+    return replace(backlog, tokens={**backlog.tokens, **behind})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanospec_fn import acceptance, admission, attention, draft, pages, slots, step, struct
+from nanospec_fn import acceptance, admission, attention, draft, kernels, pages, slots, step, struct
 
 
 def wrap(patch: pytest.MonkeyPatch, owner: Any, name: str, new: Callable[..., Any]) -> None:
@@ -35,7 +35,7 @@ def stale_draft_kv(patch: pytest.MonkeyPatch) -> None:
     def observe(original: Any, state: Any, features: Any, path: Any, live: Any) -> Any:
         kept = original(state, features, path, live)
         last = torch.where(live[:, None], (path >= 0).sum(1, keepdim=True), 0)
-        first = draft.rows_at(kept.feature, last)
+        first = kernels.rows_at(kept.feature, last)
         return struct.replace(kept, feature=torch.cat((first, kept.feature[:, 1:]), dim=1))
 
     wrap(patch, draft, "observe", observe)
@@ -116,7 +116,7 @@ def shared_page_written(patch: pytest.MonkeyPatch) -> None:
 
 def commit_skipped(patch: pytest.MonkeyPatch) -> None:
     """The accepted path's KV stays where the tree kept it."""
-    wrap(patch, step, "_commit", lambda _, static, pools, *args: pools)
+    wrap(patch, pages, "commit", lambda _, pools, *args: pools)
 
 
 def stop_at_the_blocks_end(patch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,9 @@ def test_commands_of_the_makefile_parse(tmp_path):
         capture_output=True,
         check=True,
     )
-    text = dry.stdout.decode().replace("\\\n", " ").replace("$config", "chain").replace("*.jsonl", "x.jsonl")
-    found = [shlex.split(words) for words in re.findall(r"python -m ((?!pytest)[^;\n]+)", text)]
+    text = dry.stdout.decode().replace("\\\n", " ").replace("*.jsonl", "x.jsonl")
+    found = [shlex.split(words) for words in re.findall(r"python -m ((?!pytest)[^\n]+)", text)]
+    assert len(found) == 18
     assert {words[0] for words in found} == {
         "bench.identity", "bench.roofline", "bench.prefill", "bench.run", "bench.table", "rl.grpo", "rl.plot",
     }  # fmt: skip

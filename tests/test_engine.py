@@ -239,6 +239,17 @@ def test_prefill_chunks_give_the_same_state(program, chunk):
         assert struct.bytes_equal(kv, kv_again)
 
 
+def test_a_step_changes_the_fields_of_slots_that_are_named(program):
+    """Bug: a field that a step writes and `put_back` does not: it is lost where only some slots take part."""
+    state = program.insert(program.init(), 1, prompt(12), ns.Sampling(max_tokens=9))
+    changed = set()
+    for step in (program.prefill, program.prefill, program.decode, program.speculate, program.speculate):
+        before, (state, _) = state.slots, step(PARAMS, state)
+        fields = [field.name for field in dataclasses.fields(before)]
+        changed |= {n for n in fields if not struct.bytes_equal(getattr(before, n), getattr(state.slots, n))}
+    assert changed == {*slots.STEPPED}
+
+
 def test_insert_and_evict_refuse(program):
     state = program.insert(program.init(), 1, prompt(3), ns.Sampling())
     for arguments, match in (

@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None and os.environ.get("NANOSPEC_GATE"
     pytest.skip("needs Triton (pip install --no-deps triton==3.9.0)", allow_module_level=True)
 
 import nanospec_fn as ns
-from nanospec_fn import acceptance, attention, draft, draft_model, model, pages, sampling, slots, struct, trees
+from nanospec_fn import acceptance, attention, draft, draft_model, kernels, model, pages, sampling, slots, struct, trees
 from nanospec_fn.kernels import gemm
 from nanospec_fn.struct import put_, replace
 from tests import interpreted, scripted
@@ -148,7 +148,7 @@ def test_features_of_the_accepted_path_are_kept():
     with on_device():
         assert struct.bytes_equal(draft.observe(state, features, path, live), want)
         row = torch.tensor([[1, 0], [5, 5], [2, 3]], dtype=torch.int32)
-        assert torch.equal(draft.rows_at(features, row), features.gather(1, row.long()[..., None].expand(-1, -1, 7)))
+        assert torch.equal(kernels.rows_at(features, row), features.gather(1, row.long()[..., None].expand(-1, -1, 7)))
 
 
 def test_row_functions_joined_have_the_bits_of_the_parts():
