@@ -170,7 +170,8 @@ def commit(
 
 def copy_pages(pools: Sequence[Tensor], source: Tensor, dest: Tensor, put: Write) -> tuple[Tensor, ...]:
     """Copy pages source [n] to pages dest [n] in every layer's pool; SINK to SINK is the no-op."""
-    return tuple(put(pool, (dest.long(),), pool[source.long()]) for pool in pools)
+    source, dest = source.long(), dest.long()
+    return tuple(put(pool, (dest,), pool[source]) for pool in pools)
 
 
 def check(pages: Pages, page_table: Tensor) -> str:
