@@ -32,6 +32,32 @@ class Admission:
         return len(self.tokens) - self.emitted
 
 
+def check(state: State, coming: Sequence[Admission]) -> None:
+    """Refuse what the device knows better. Waits for it: a batch comes when all that was issued has been read.
+
+    Errors: ValueError for a slot that holds a request, and for one to share with that lacks the prompt's KV.
+    """
+    s, device = state.slots, state.slots.total.device
+    held = s.active[slots.column([a.slot for a in coming], torch.int64, device)].tolist()
+    for one, occupied in zip(coming, held, strict=True):
+        if occupied:
+            raise ValueError(f"slot {one.slot} holds a request; evict it first")
+    sharing = [a for a in coming if a.share is not None]
+    if not sharing:
+        return
+    donor, prompt = (
+        slots.column(values, torch.int64, device)
+        for values in ([a.share for a in sharing], [a.prompt for a in sharing])
+    )
+    longest = max(a.prompt for a in sharing)
+    asked = slots.column([[*a.tokens[: a.prompt]] + [0] * (longest - a.prompt) for a in sharing], torch.int32, device)
+    beyond = torch.arange(longest, device=device) >= prompt[:, None]
+    alike = ((asked == s.tokens[donor, :longest]) | beyond).all(1)
+    for one, fits in zip(sharing, (alike & s.active[donor] & (s.length[donor] >= prompt - 1)).tolist(), strict=True):
+        if not fits:
+            raise ValueError(f"share: slot {one.share} does not hold the KV of this prompt of {one.prompt} tokens")
+
+
 def insert(state: State, coming: Sequence[Admission], ends: Sequence[slots.End], page_size: int, put: Write) -> State:
     """Put requests into empty slots; `prefill` then works on them.
 

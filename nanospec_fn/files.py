@@ -4,6 +4,7 @@ A kill leaves the old file or the new one; an error leaves the old one, and noth
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,19 @@ from pathlib import Path
 def whole(path: Path) -> Iterator[Path]:
     """A place to write a file to; when the block ends well it is synced and renamed to `path`.
 
+    A link stays one, and a file keeps its mode. What is no file, such as a device, is written to as it is.
+
     Errors: OSError, and whatever the block raises.
     """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path = path.resolve()
     part = path.with_name(f".{path.name}.part")
     try:
         yield part
+        if path.exists():
+            shutil.copymode(path, part)
         with part.open("rb") as file:
             os.fsync(file.fileno())
         part.replace(path)

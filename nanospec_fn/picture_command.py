@@ -28,22 +28,20 @@ def add_parser(commands: "argparse._SubParsersAction[arguments.Parser]") -> None
     parser.add_argument("file", metavar="FILE", help="a trace written by generate --trace")
     parser.add_argument("--acceptance", action="store_true", help="acceptance by position in the draft and the answer")
     parser.add_argument(
-        "--request", type=natural, metavar="R", help="of the trace, from 0 (a tree: 0; with --acceptance: all)"
+        "--request",
+        type=arguments.natural,
+        metavar="R",
+        help="of the trace, from 0 (a tree: 0; with --acceptance: all)",
     )
     parser.add_argument(
-        "--round", type=natural, metavar="N", help="of the request, from 0 (the first that accepted the most)"
+        "--round",
+        type=arguments.natural,
+        metavar="N",
+        help="of the request, from 0 (the first that accepted the most)",
     )
     parser.add_argument("--model", metavar="M", help="whose tokenizer gives tokens their text (ids without it)")
     parser.add_argument("--out", metavar="X.svg", help="write an SVG file in place of text")
     parser.set_defaults(run=functools.partial(run, parser))
-
-
-def natural(text: str) -> int:
-    """The type of an index."""
-    number = arguments.integer(text)
-    if not 0 <= number < 2**31:
-        raise argparse.ArgumentTypeError(f"must be an integer from 0 to 2147483647, got {text!r}")
-    return number
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -77,19 +75,23 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse, before anything is read, what cannot be combined or written."""
-    if args.out is not None and os.path.abspath(args.out) == os.path.abspath(args.file):
-        parser.error(f"argument --out: {args.out} is the trace itself")
+    if args.out is not None:
+        check_out(parser, args.out, args.file)
     if args.acceptance and args.round is not None:
         parser.error("argument --round: not allowed with --acceptance")
     if args.acceptance and args.model is not None:
         parser.error("argument --model: not allowed with --acceptance")
     if args.model == "":
         parser.error("argument --model: model is empty")
-    if args.out is None:
-        return
-    folder = Path(args.out).parent
-    if not args.out or "\0" in args.out or Path(args.out).is_dir():
-        parser.error(f"argument --out: {args.out!r} is no name of a file")
+
+
+def check_out(parser: argparse.ArgumentParser, out: str, file: str) -> None:
+    """Refuse a place that is none, or the trace's own."""
+    if not out or "\0" in out or Path(out).is_dir():
+        parser.error(f"argument --out: {out!r} is no name of a file")
+    if os.path.realpath(out) == os.path.realpath(file):
+        parser.error(f"argument --out: {out} is the trace itself")
+    folder = Path(out).parent
     if not folder.is_dir():
         parser.error(f"argument --out: no such folder: {folder}")
     if not os.access(folder, os.W_OK):

@@ -193,6 +193,10 @@ class Program:
     def check_shape(self, shape: Speculation) -> None:
         """Errors: ValueError for a round's tree that the program's own does not cover, naming the field."""
         own = self.static.speculation
+        if not isinstance(shape, Speculation):
+            raise ValueError(f"shape must be of class Speculation, got {shape!r}")
+        if shape.depth:
+            shape.validate()
         if shape.coupled != own.coupled:
             raise ValueError(f"a round's coupled is {shape.coupled}, the program's {own.coupled}")
         for name in ("depth", "lookahead"):
@@ -254,21 +258,20 @@ class Program:
         Args:
           tokens: the prompt, followed by the `emitted` tokens of an earlier stay (nothing is emitted for these again).
           share: a slot whose prompt is the same and prefilled: its full pages are shared, the last one is copied.
-        Errors: ValueError for an occupied slot, a token out of range, a request that can never fit.
+        Errors: ValueError for an occupied slot, a token out of range, a request that can never fit or has nothing left
+          to do, a `share` that does not hold the prompt's KV.
         """
         return self.insert_all(state, [Admission(slot, tokens, request, emitted, share)], put)
 
     def insert_all(self, state: State, coming: Sequence[Admission], put: Write = put) -> State:
         """`insert` for many requests, in a few launches for all of them. Errors: those of `insert`."""
+        coming = [*coming]
         for one in coming:
             self._check(one)
-        places = [one.slot for one in coming]
-        # Waits for the device once: a batch comes when everything that was issued has been read.
-        held = state.slots.active[slots.column(places, torch.int64, self.pool.device)].tolist()
-        for slot, occupied in zip(places, held, strict=True):
-            if occupied:
-                raise ValueError(f"slot {slot} holds a request; evict it first")
-        _check_distinct(places)
+        _check_distinct([one.slot for one in coming])
+        if not coming:
+            return state
+        admission.check(state, coming)
         ends = [self.ends(one.prompt, one.request) for one in coming]
         return admission.insert(state, coming, ends, self.page_size, put)
 
@@ -291,18 +294,26 @@ class Program:
         if self.static.speculation.coupled and request.rule != "exact":
             raise ValueError(f"rule {request.rule!r} has no closed form with coupled proposals; use coupled=False")
 
-    def _check_slot(self, slot: int) -> None:
+    def _check_slot(self, slot: int, name: str = "slot") -> None:
         if type(slot) is not int or not 0 <= slot < self.max_slots:
-            raise ValueError(f"slot must be an integer from 0 to {self.max_slots - 1}, got {slot!r}")
+            raise ValueError(f"{name} must be an integer from 0 to {self.max_slots - 1}, got {slot!r}")
 
     def _check(self, one: Admission) -> None:
+        if not isinstance(one, Admission):
+            raise ValueError(f"a request to insert must be of class Admission, got {one!r}")
         self.check_request(one.request)
         self._check_slot(one.slot)
+        if one.share is not None:
+            self._check_slot(one.share, "share")
         check_tokens(one.tokens, self.static.cfg.vocab_size)
+        if type(one.emitted) is not int:
+            raise ValueError(f"emitted must be an integer, got {one.emitted!r}")
         if one.emitted < 0 or one.prompt < 1:
             raise ValueError(f"a prompt is empty: {len(one.tokens)} tokens of which {one.emitted} emitted")
         if reason := self.misfit(one.prompt):
             raise ValueError(f"the prompt can never fit: {reason}")
+        if (limit := self.ends(one.prompt, one.request).limit) <= len(one.tokens):
+            raise ValueError(f"emitted: with {one.emitted} tokens the request has all of its {limit - one.prompt}")
 
     def evict(self, state: State, slot: int, put: Write = put) -> State:
         """Empty a slot and drop its references to pages."""
@@ -310,6 +321,7 @@ class Program:
 
     def evict_all(self, state: State, going: Sequence[int], put: Write = put) -> State:
         """`evict` for many slots, distinct ones, in a few launches for all of them."""
+        going = [*going]
         for slot in going:
             self._check_slot(slot)
         _check_distinct(going)
@@ -329,7 +341,10 @@ class Program:
         unseen: int | None = None,
         put: Write = put,
     ) -> tuple[State, Info]:
-        """`step.decode`: one token for every running slot."""
+        """`step.decode`: one token for every running slot. Errors: ValueError for an `unseen` that no round leaves."""
+        most = self.static.speculation.depth + 1
+        if unseen is not None and (type(unseen) is not int or not 1 <= unseen <= most):
+            raise ValueError(f"unseen must be an integer from 1 to {most}, got {unseen!r}")
         return step.decode(self.static, params, state, slot, unseen, put)
 
     def speculate(
@@ -350,5 +365,8 @@ class Program:
 
 
 def _check_distinct(places: Sequence[int]) -> None:
-    if len({*places}) != len(places):
-        raise ValueError(f"slots must be distinct, got {[*places]}")
+    seen: set[int] = set()
+    for slot in places:
+        if slot in seen:
+            raise ValueError(f"slot {slot} is given twice")
+        seen.add(slot)

@@ -9,6 +9,23 @@ from nanospec_fn import files
 from tests.test_docs import PARSERS
 
 
+def test_what_is_no_plain_file_stays_what_it_is(tmp_path):
+    """Catches: a device or pipe that becomes a file (as root, /dev/null), a link that leads nowhere, a lost mode."""
+    pipe, file, link = tmp_path / "pipe", tmp_path / "file", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.write(pipe, b"new")
+    assert os.read(reader, 9) == b"new"
+    os.close(reader)
+    assert pipe.is_fifo()
+    file.touch(0o600)
+    link.symlink_to(file)
+    files.write(link, b"new")
+    assert link.is_symlink()
+    assert (file.read_bytes(), file.stat().st_mode & 0o777) == (b"new", 0o600)
+    assert sorted(tmp_path.iterdir()) == [file, link, pipe]
+
+
 class Killed(BaseException):
     """A process that ends where it stands."""
 

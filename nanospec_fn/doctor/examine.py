@@ -144,7 +144,8 @@ def expected(marks: Marks) -> Tensor:
     Unlike the count of the head's best tokens it sees every change of its distribution.
     """
     p = torch.where(marks.live & ~marks.logp.isnan(), marks.logp.exp(), 0.0)
-    ahead = [torch.nn.functional.pad(p[j, :, j:], (0, j)) for j in range(len(p))]
+    longest = p.shape[2]  # tokens of the longest response, which may be fewer than the depths
+    ahead = [torch.nn.functional.pad(p[j, :, j:], (0, min(j, longest))) for j in range(len(p))]
     return torch.stack(ahead).cumprod(0).sum(0)
 
 
