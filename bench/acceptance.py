@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, chat, prompts
+from nanospec_fn import arguments, chat, jsonl, prompts
 
 
 def measure(
@@ -88,12 +88,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(
         prog="python -m bench.acceptance",
         description="Measure how many drafted tokens a target accepts.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--prompts", default="mt-bench", help="mt-bench, gsm8k (from NANOSPEC_DATA) or a file")
-    parser.add_argument("--limit", type=arguments.positive, help="use the first so many prompts")
-    parser.add_argument("--shape", nargs="+", type=shape, default=[ns.Speculation()], metavar="TOPKxDEPTH[xNODES]")
-    parser.add_argument("--temperature", type=temperature, default=0.0)
+    parser.add_argument("--limit", type=arguments.positive, help="use the first so many prompts (all)")
+    parser.add_argument(
+        "--shape",
+        nargs="+",
+        type=shape,
+        default=[ns.Speculation()],
+        metavar="TOPKxDEPTH[xNODES]",
+        help=f"trees ({name_of(ns.Speculation())})",
+    )
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="0: greedy")
     parser.add_argument("--coupled", action="store_true", help="proposals share the target's noise")
     parser.add_argument("--max-tokens", type=arguments.positive, default=256, help="per prompt")
     parser.add_argument("--bs", type=arguments.positive, default=16, help="requests at once")
@@ -120,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
             found = measure(
                 model, draft, requests, speculation, args.temperature, args.max_tokens, args.bs, args.backend, True
             )
-            line = arguments.json_line(
+            line = jsonl.to_line(
                 {"model": model.name, "draft": name, "prompt_set": args.prompts, "prompts": len(texts)}
                 | {"top_k": one.top_k, "depth": one.depth, "num_nodes": speculation.nodes, "coupled": args.coupled}
                 | {"temperature": args.temperature, "max_tokens": args.max_tokens}

@@ -30,11 +30,11 @@ def plan(args: argparse.Namespace, texts: list[str], speculation: ns.Speculation
     Errors: ValueError or FileNotFoundError naming what the engine cannot load; all before any row.
     """
     engine = args.engine[0]
-    name = (os.environ.get("NANOSPEC_MODEL") or "smollm2") if args.model == "auto" else args.model
+    name = weights.model_name(args.model)
     device = weights.pick_device(args.device)
     if device.index:
         raise ValueError(f"argument --device: {engine} takes the first one it sees: set CUDA_VISIBLE_DEVICES")
-    source = checkpoint.open_checkpoint(weights.model_name(name))
+    source = checkpoint.open_checkpoint(name)
     if source.path.is_file():
         raise ValueError(f"argument --model: {engine} loads a folder or a hub id, got {name}")
     draft, head = find_head(engine, args.draft) if speculation else ("none", None)
@@ -52,7 +52,7 @@ def plan(args: argparse.Namespace, texts: list[str], speculation: ns.Speculation
         passes=0,
     )
     common = records.describe(args, len(texts), device) | {"attend": None, "gemm": None, "model": name, "draft": draft}
-    return rows(args, engine, job, common)
+    return rows(args, engine, job, common, records.present(args.out / f"{engine}-{args.config}.jsonl"))
 
 
 def find_head(engine: str, name: str) -> tuple[str, str]:
@@ -84,12 +84,13 @@ def as_sglang_knows_it(head: Path, folder: Path) -> Path:
     return folder
 
 
-def rows(args: argparse.Namespace, engine: str, job: Job, common: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure every row that is missing.
+def rows(
+    args: argparse.Namespace, engine: str, job: Job, common: dict[str, Any], seen: set[str]
+) -> Iterator[dict[str, Any]]:
+    """Measure every row that is missing. Args: seen: the keys of those that are there.
 
     Errors: isolated.EngineError naming the engine, the config and the batch size.
     """
-    seen = records.present(args.out / f"{engine}-{args.config}.jsonl")
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         if job.draft and engine == "sglang":
             job = replace(job, draft=str(as_sglang_knows_it(Path(job.draft), Path(folder))))

@@ -1,7 +1,8 @@
 """Is every configuration the same bits as plain decoding? `python -m bench.identity --bs 1:8x256 8:40x512 --shape 4x5`.
 
-For each temperature one plain run of the largest batch is the reference. Every shape, batch size, and eager or captured
-steps must give its tokens and target log-probs as bytes, and so must a prefill over prompt and output (`ns.score`).
+For each temperature one plain run of all prompts, to the longest length asked for, is the reference. Every shape, batch
+size, and eager or captured steps must give its tokens and target log-probs as bytes, and so must a prefill over prompt
+and output (`ns.score`).
 One strict JSON line a comparison is printed, and appended to --out; then a table; exit code 1 where a bit differs.
 """
 
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 
 import nanospec_fn as ns
-from bench import acceptance, widen
-from nanospec_fn import arguments, chat, prompts, revision
+from bench import acceptance, records, widen
+from nanospec_fn import arguments, chat, jsonl, prompts, revision
 
 PLAIN = "plain"
+WORKS = ("1:8x256", "8:40x512")
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,18 @@ def complete(
 
 
 def differing(out: Sequence[ns.Completion], reference: Sequence[ns.Completion], tokens: int) -> int:
-    """Completions whose tokens or target log-probs are not the reference's first `tokens`."""
-    pairs = zip(out, reference, strict=False)
+    """Completions whose tokens or target log-probs are not the first `tokens` of the reference's of the same prompt."""
     return sum(
         o.tokens != r.tokens[:tokens] or o.target_logp != r.target_logp[:tokens] or o.behaviour_logp != o.target_logp
-        for o, r in pairs
+        for o, r in zip(out, reference[: len(out)], strict=True)
     )
+
+
+def covering(works: Sequence[Work]) -> Work:
+    """The work that every other is a part of: one of them where there is such a one, else as much as all of them."""
+    most = Work(max(w.bs for w in works), max(w.prompts for w in works), max(w.tokens for w in works))
+    whole = [w for w in works if (w.prompts, w.tokens) == (most.prompts, most.tokens)]
+    return max(whole, key=lambda w: (not w.eager, w.bs), default=most)
 
 
 def compare(
@@ -86,23 +94,31 @@ def compare(
 ) -> Iterator[dict[str, Any]]:
     """One row per comparison at one temperature, the reference's own first.
 
-    Args: scored: completions of the reference that `ns.score` goes over.
+    Args:
+      shapes: None is plain decoding.
+      scored: completions of the reference that `ns.score` goes over.
     """
-    reference: list[ns.Completion] = []
+    whole = covering(works)
+    reference, seconds = complete(task, whole, None, temperature)
+    unequal = differing_scores(task, reference[:scored], temperature)
+    yield row_of(whole, None, temperature, reference, seconds) | {"differing": unequal, "against": "score"}
     for spec in shapes:
         for one in sorted(works, key=lambda w: (w.prompts * w.tokens, w.bs), reverse=True):
+            if (spec, one) == (None, whole):
+                continue
             out, seconds = complete(task, one, spec, temperature)
-            rounds = sum(len(o.accepted) for o in out)
-            tokens = sum(len(o.tokens) for o in out)
-            row = dataclasses.asdict(one) | {"shape": acceptance.name_of(spec), "temperature": temperature}
-            row |= {"out_tokens": tokens, "tok_s": tokens / seconds, "mean_accepted_len": ns.mean_accepted_len(out)}
-            row |= {"request_rounds": rounds, "seconds": seconds}
-            if not reference:
-                reference = out
-                row |= {"differing": differing_scores(task, out[:scored], temperature), "against": "score"}
-            else:
-                row |= {"differing": differing(out, reference, one.tokens), "against": PLAIN}
-            yield row
+            unequal = differing(out, reference, one.tokens)
+            yield row_of(one, spec, temperature, out, seconds) | {"differing": unequal, "against": PLAIN}
+
+
+def row_of(
+    one: Work, spec: ns.Speculation | None, temperature: float, out: Sequence[ns.Completion], seconds: float
+) -> dict[str, Any]:
+    """What a row tells of one run, the comparison left out."""
+    tokens = sum(len(o.tokens) for o in out)
+    row = dataclasses.asdict(one) | {"shape": acceptance.name_of(spec), "temperature": temperature}
+    row |= {"out_tokens": tokens, "tok_s": tokens / seconds, "mean_accepted_len": ns.mean_accepted_len(out)}
+    return row | {"request_rounds": sum(len(o.accepted) for o in out), "seconds": seconds}
 
 
 def differing_scores(task: Task, out: Sequence[ns.Completion], temperature: float) -> int:
@@ -130,13 +146,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(
         prog="python -m bench.identity",
         description="Compare every configuration with plain decoding, as bytes.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--bs", nargs="+", type=work, default=[work("1:8x256"), work("8:40x512")], metavar="BS:PROMPTSxTOKENS")
-    add("--eager", nargs="*", type=work, default=[], metavar="BS:PROMPTSxTOKENS", help="the same, with eager steps")
-    add("--shape", nargs="+", type=acceptance.shape, default=[ns.Speculation()], metavar="TOPKxDEPTH[xNODES]")
-    add("--temperature", nargs="+", type=acceptance.temperature, default=[0.0, 1.0])
+    sizes: dict[str, Any] = {"type": work, "metavar": "BS:PROMPTSxTOKENS"}
+    chain = ns.Speculation()
+    add("--bs", nargs="+", default=[work(text) for text in WORKS], help=f"what is decoded ({' '.join(WORKS)})", **sizes)
+    add("--eager", nargs="*", default=[], help="the same, with eager steps (none)", **sizes)
+    add(
+        "--shape",
+        nargs="+",
+        type=acceptance.shape,
+        default=[chain],
+        metavar="TOPKxDEPTH[xNODES]",
+        help=f"trees ({acceptance.name_of(chain)})",
+    )
+    add("--temperature", nargs="+", type=acceptance.temperature, default=[0.0, 1.0], help="0: greedy")
     add("--score", type=arguments.positive, default=8, metavar="N", help="completions that ns.score goes over")
     add("--prompts", default="mt-bench", help="mt-bench, gsm8k (from NANOSPEC_DATA) or a file")
     add("--like", metavar="SHAPE", help="embed model and head in a larger shape first, in memory; see bench.widen")
@@ -148,6 +172,8 @@ def build_parser() -> argparse.ArgumentParser:
 def load(args: argparse.Namespace, count: int) -> Task:
     """Model, draft and the first `count` prompts."""
     texts = prompts.load(args.prompts, count)
+    if len(texts) < count:
+        raise ValueError(f"arguments --bs, --eager: {count} prompts are more than the {len(texts)} of {args.prompts}")
     model, name, draft = widen.load(args.model, args.draft, args.like, args.device)
     if draft is None:
         raise ValueError(f"argument --draft: a draft is needed, got {name}")
@@ -168,11 +194,11 @@ def main(argv: list[str] | None = None) -> int:
         weight = task.model.params.embed
         about = {"model": task.model.name, "draft": task.name, "prompt_set": args.prompts, "dtype": str(weight.dtype)}
         about |= {"attend": task.attend}
-        about |= {"gpu": torch.cuda.get_device_name(weight.device) if weight.is_cuda else "cpu"}
+        about |= {"gpu": records.device_name(weight.device)}
         about |= {"torch": torch.__version__, "commit": revision.commit()}
         for temperature in args.temperature:
             for row in compare(task, works, [None, *args.shape], temperature, args.score):
-                line = arguments.json_line(row | about)
+                line = jsonl.to_line(row | about)
                 print(line, flush=True)
                 if args.out:
                     with args.out.open("a", encoding="utf-8") as file:

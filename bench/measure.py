@@ -24,8 +24,8 @@ class Measured:
     mean_accepted_len: float  # (tokens - completions) / rounds
 
 
-class Engine(Protocol):
-    """What a benchmarked engine does."""
+class Contender(Protocol):
+    """What an engine has to do to be measured beside others."""
 
     def measure(self, requests: Sequence[Sequence[int]], bs: int, max_tokens: int) -> Measured:
         """Complete token-id prompts greedily, at most `bs` at once."""

@@ -65,7 +65,8 @@ def marked(value: T, label: Callable[[str], str | None]) -> T:
     whole: Any = value  # no type says "a dataclass, and of the same kind as what is returned"
     kind = type(value)
     found = {name: m for base in reversed(kind.__mro__) for name, m in vars(base).items() if inspect.isfunction(m)}
-    methods = {name: within(m, given) for name, m in found.items() if name[0] != "_" and (given := label(name))}
+    ranges = {name: label(name) for name in found if not name.startswith("_")}
+    methods = {name: within(found[name], given) for name, given in ranges.items() if given}
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(whole)}
     return type(kind.__name__, (kind,), methods)(**fields)
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import nanospec_fn as ns
-from bench import rounds, widen
-from nanospec_fn import arguments, program, revision, struct
+from bench import records, rounds, widen
+from nanospec_fn import arguments, jsonl, program, revision, struct
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         parser.error(" ".join(str(error).split()))
     row = {"model": model.name, "draft": draft_name, "prompts": args.prompts, "tokens": args.tokens} | found
-    line = arguments.json_line(row | about(model))
+    line = jsonl.to_line(row | about(model))
     print(line)
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / f"prefill-{Path(model.name).name}.jsonl").open("a", encoding="utf-8") as out:
@@ -57,7 +57,7 @@ def about(model: ns.Model) -> dict[str, Any]:
     return {
         "engine": "nanospec",
         "version": revision.version("nanospec"),
-        "gpu": torch.cuda.get_device_name(weight.device) if weight.is_cuda else "cpu",
+        "gpu": records.device_name(weight.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "dtype": str(weight.dtype).removeprefix("torch."),

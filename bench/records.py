@@ -23,12 +23,17 @@ def describe(args: argparse.Namespace, count: int, device: torch.device) -> dict
     return {
         "prompts": count,
         "max_tokens": args.max_tokens,
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "gpu": device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "commit": revision.commit(),
         "prompt_set": args.prompts,
     }
+
+
+def device_name(device: torch.device) -> str:
+    """A row's "gpu": the name of the GPU, else the kind of device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def figures(measured: Measured, plain: list[list[int]] | None) -> dict[str, Any]:
@@ -50,11 +55,19 @@ def key(row: dict[str, Any]) -> str:
 
 
 def present(path: Path) -> set[str]:
-    """The keys of the rows that a result file holds. A line cut off by a crash is removed, so that rows can follow."""
+    """The keys of the rows that a result file holds. A line cut off by a crash is removed, so that rows can follow.
+
+    Errors: ValueError naming the file and a line that is no row.
+    """
     keys = set()
     if path.exists():
-        text = path.read_text(encoding="utf-8")
-        if text and not text.endswith("\n"):
-            files.write(path, text[: text.rfind("\n") + 1].encode())
-        keys = {key(json.loads(line)) for line in text.splitlines() if line.endswith("}")}
+        raw = path.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                keys.add(key(json.loads(line)))
+            except (ValueError, TypeError):
+                raise ValueError(f"{path}:{number}: not a row of bench.run") from None
+        if whole != raw:
+            files.write(path, whole)
     return keys

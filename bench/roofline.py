@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import nanospec_fn as ns
-from bench import acceptance, payoff, phases, rounds, traffic, widen
-from nanospec_fn import arguments, chat, prompts, revision
+from bench import acceptance, payoff, phases, records, rounds, traffic, widen
+from nanospec_fn import arguments, chat, jsonl, prompts, revision
 
 Row = dict[str, Any]
 PLAIN = "plain"
@@ -30,7 +30,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(
         prog="python -m bench.roofline",
         description="Cut rounds into phases and compare each with the device's read bandwidth.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--bs", metavar="N", nargs="+", type=arguments.positive, default=[1, 8, 32], help="slots")
     parser.add_argument(
@@ -39,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", metavar="N", type=arguments.positive, default=200, help="tokens of each prompt")
     parser.add_argument("--repeats", metavar="N", type=arguments.positive, default=20, help="rounds that are timed")
     parser.add_argument("--like", metavar="SHAPE", help="widen model and head in memory first, see bench.widen")
-    parser.add_argument("--accepted", metavar="X", type=tokens, help="mean accepted length; default: measured")
+    parser.add_argument("--accepted", metavar="X", type=tokens, help="mean accepted length (measured)")
     parser.add_argument("--prompts", default="mt-bench", metavar="SET", help="to measure acceptance with")
     parser.add_argument("--limit", metavar="N", type=arguments.positive, default=8, help="so many of them")
     parser.add_argument("--max-tokens", metavar="N", type=arguments.positive, default=64, help="for each of them")
@@ -77,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
             missing, file = plan(args, shapes)
             found = []
             for row in missing:
-                line = arguments.json_line(row)
+                line = jsonl.to_line(row)
                 print(line, flush=True)
                 with file.open("a", encoding="utf-8") as out:
                     out.write(line + "\n")
@@ -139,7 +138,7 @@ def measured(
     common = names | {
         "engine": "nanospec",
         "version": revision.version("nanospec"),
-        "gpu": torch.cuda.get_device_name(weight.device) if weight.is_cuda else "cpu",
+        "gpu": records.device_name(weight.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "commit": revision.commit(),

@@ -17,8 +17,8 @@ from typing import Any
 
 import nanospec_fn as ns
 from bench import apart, isolated, measure, peers, records, widen
-from bench.measure import Engine
-from nanospec_fn import arguments, chat, prompts, weights
+from bench.measure import Contender
+from nanospec_fn import arguments, chat, jsonl, prompts, weights
 
 CONFIGS: dict[str, ns.Speculation | None] = {
     "nospec": None,
@@ -47,20 +47,18 @@ def build_parser() -> argparse.ArgumentParser:
         "--config",
         choices=CONFIGS,
         default="nospec",
-        help="chain: depth 5; tree, tree6: depth 5, top-k 4 or 6; auto: picked round by round (%(default)s)",
+        help="chain: depth 5; tree, tree6: depth 5, top-k 4 or 6; auto: picked round by round",
     )
     parser.add_argument(
-        "--bs", metavar="N", nargs="+", type=arguments.positive, default=[1, 8, 32], help="requests at once (1 8 32)"
+        "--bs", metavar="N", nargs="+", type=arguments.positive, default=[1, 8, 32], help="requests at once"
     )
-    parser.add_argument(
-        "--max-tokens", metavar="N", type=arguments.positive, default=256, help="per prompt (%(default)s)"
-    )
-    parser.add_argument("--runs", metavar="N", type=arguments.positive, default=3, help="repetitions (%(default)s)")
+    parser.add_argument("--max-tokens", metavar="N", type=arguments.positive, default=256, help="per prompt")
+    parser.add_argument("--runs", metavar="N", type=arguments.positive, default=3, help="repetitions")
     parser.add_argument(
         "--prompts",
         default="mt-bench",
         metavar="SET",
-        help="mt-bench, gsm8k (from NANOSPEC_DATA) or a file (%(default)s)",
+        help="mt-bench, gsm8k (from NANOSPEC_DATA) or a file",
     )
     parser.add_argument("--limit", metavar="N", type=arguments.positive, help="use the first so many prompts (all)")
     parser.add_argument(
@@ -68,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         type=arguments.folder,
         default=Path("bench/results"),
-        help="folder of the result files (%(default)s)",
+        help="folder of the result files",
     )
     parser.add_argument("--gemm", choices=GEMMS, help="matmul on a CPU, to see what row-canonical arithmetic costs")
     parser.add_argument(
@@ -76,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         type=arguments.positive,
         default=3600,
-        help="of a process of vllm or sglang: one batch size, every run (%(default)s)",
+        help="of a process of vllm or sglang: one batch size, every run",
     )
     parser.add_argument("--like", metavar="SHAPE", help="widen model and head in memory first, see bench.widen")
     parser.add_argument("--no-check", action="store_true", help="leave `identical` null: plain decoding is not run")
@@ -99,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     arguments.check_engine(parser, args)
     speculation = CONFIGS[args.config]
-    if args.engine[0] in apart.CHAINS_ONLY and speculation and speculation.top_k > 1:
+    if args.engine[0] in apart.CHAINS_ONLY and args.config != "auto" and speculation and speculation.top_k > 1:
         print(f"{parser.prog}: {args.engine[0]} {args.config}: skipped, it has no EAGLE-3 tree", file=sys.stderr)
         return 0
     check(parser, args)
@@ -109,13 +107,14 @@ def main(argv: list[str] | None = None) -> int:
             if bs > len(texts):
                 raise ValueError(f"argument --bs: {bs} is more than the {len(texts)} prompts of {args.prompts}")
             ns.EngineConfig(max_slots=bs, attend=args.backend).validate()
-        missing = (apart.plan if args.engine[0] in apart.MODULE else plan)(args, texts, speculation)
+        make_rows = apart.plan if args.engine[0] in apart.MODULE else plan
+        missing = make_rows(args, texts, speculation)
     except (ValueError, FileNotFoundError) as error:
         parser.error(" ".join(str(error).split()))
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         for row in missing:
-            line = arguments.json_line(row)
+            line = jsonl.to_line(row)
             print(line, flush=True)
             with (args.out / f"{row['engine']}-{row['config']}.jsonl").open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
@@ -147,6 +146,7 @@ def plan(args: argparse.Namespace, texts: list[str], speculation: ns.Speculation
 
     Errors: as `ns.load` and `ns.load_draft`, ValueError for a config without its draft; all before any row.
     """
+    seen = {name: records.present(args.out / f"{name}-{args.config}.jsonl") for name in args.engine}
     model, name, draft = widen.load(args.model, args.draft if speculation else "none", args.like, args.device)
     if args.gemm:
         model = dataclasses.replace(model, cfg=dataclasses.replace(model.cfg, gemm=args.gemm))
@@ -157,28 +157,35 @@ def plan(args: argparse.Namespace, texts: list[str], speculation: ns.Speculation
     own = {"attend": type(attend).__name__.lower(), "gemm": model.cfg.gemm}
     common = records.describe(args, len(texts), model.params.embed.device) | {"model": model.name, "draft": name}
     requests = [chat.encode(model.tokenizer, text) for text in texts]
-    make: dict[str, Callable[[], Engine]] = {
+    for number, request in enumerate(requests):
+        if len(request) >= model.cfg.max_context:
+            raise ValueError(
+                f"argument --prompts: prompt {number} has {len(request)} tokens, the model's context is "
+                f"{model.cfg.max_context}"
+            )
+    make: dict[str, Callable[[], Contender]] = {
         "nanospec": lambda: measure.Nanospec(model, draft, speculation, engine),
         "plain": lambda: measure.Nanospec(model, None, None, engine),
         "transformers": lambda: peers.Transformers(model),
     }
-    return rows(args, make, requests, common, own)
+    return rows(args, make, requests, common, own, seen)
 
 
 def rows(
     args: argparse.Namespace,
-    make: dict[str, Callable[[], Engine]],
+    make: dict[str, Callable[[], Contender]],
     requests: list[list[int]],
     common: dict[str, Any],
     own: dict[str, Any],
+    seen: dict[str, set[str]],
 ) -> Iterator[dict[str, Any]]:
     """Measure every row that is missing, the engines side by side within a run.
 
-    Args: make: an engine by name, and "plain", which nanospec's tokens are compared with; own: nanospec's backends.
+    Args: make: an engine by name, and "plain", which nanospec's tokens are compared with; own: nanospec's backends;
+      seen: the keys of each engine's rows that are there.
     """
-    engines: dict[str, Engine] = {}
+    engines: dict[str, Contender] = {}
     plain: list[list[int]] | None = None
-    seen = {name: records.present(args.out / f"{name}-{args.config}.jsonl") for name in args.engine}
     for bs, run, name in itertools.product(args.bs, range(args.runs), args.engine):
         row = records.label(args, name, bs, run) | common | (own if name == "nanospec" else dict.fromkeys(own))
         if records.key(row) in seen[name]:

@@ -27,8 +27,6 @@ from bench.wide import Maker
 from nanospec_fn import arguments, draft_model, files, model, weights
 from rl import eagle_head
 
-DTYPES = ("bf16", "fp16", "fp32")
-
 
 @dataclass(frozen=True)
 class Widening:
@@ -92,12 +90,12 @@ def widen_params(
     return ns.Model(p.cfg, params, small.tokenizer, p.name), widen_draft(p)
 
 
-def load(model: str, draft: str, like: str | None, device: str) -> tuple[ns.Model, str, ns.Draft | None]:
+def load(target: str, draft: str, like: str | None, device: str) -> tuple[ns.Model, str, ns.Draft | None]:
     """A model, a draft's name with "auto" resolved, and the draft, both widened in memory where `like` names a shape.
 
     Errors: as `ns.load`, `ns.load_draft` and `widen_params`.
     """
-    small = ns.load(model, device=device, dtype="fp32" if like else "auto")
+    small = ns.load(target, device=device, dtype="fp32" if like else "auto")
     name, head = arguments.load_draft(draft, small)
     if not like:
         return small, name, head
@@ -182,8 +180,8 @@ def size(p: Widening) -> int:
     e, cfg = p.cfg.hidden_size, p.cfg
 
     def layer(cfg: model.Config, width: int, raw: dict[str, Any]) -> int:
-        shapes = [shape for parts in weights.layer_parts("", cfg, width, raw).values() for shape in parts.values()]
-        return sum(math.prod(shape) for shape in shapes)
+        parts = weights.layer_parts("", cfg, width, raw).values()
+        return sum(math.prod(rows) for part in parts for rows in part.values())
 
     count = 2 * cfg.vocab_size * e + e + cfg.num_layers * layer(cfg, e, describe(p))
     if p.draft is not None:
@@ -230,7 +228,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(
         prog="python -m bench.widen",
         description="Embed a small model and its EAGLE-3 head in a larger shape.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", default="smollm2", metavar="M", help="a name, a folder, a .gguf file or a hub id")
     parser.add_argument(
@@ -243,7 +240,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--out", type=arguments.folder, required=True, metavar="DIR", help="DIR/target and DIR/head are written"
     )
     parser.add_argument("--device", default="auto", metavar="D", help="where it is computed: auto, cpu, cuda, cuda:N")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the files")
+    parser.add_argument("--dtype", choices=weights.PRECISIONS, default="bf16", help="of the files")
     return parser
 
 
@@ -262,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
         shapes.find_shape(args.like)
         small = ns.load(args.model, device=args.device, dtype="fp32")
         draft = ns.load_draft(args.draft, small)
-        planned = plan(small, args.like, draft, dtype=weights.DTYPES[args.dtype])
+        planned = plan(small, args.like, draft, dtype=weights.PRECISIONS[args.dtype])
         start = time.perf_counter()
         folders = write(planned, args.out)
     except (ValueError, OSError) as error:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, chat, kl_command, picture_command, replay, trace, view
+from nanospec_fn import arguments, chat, jsonl, kl_command, picture_command, replay, trace, view
 from nanospec_fn.doctor import command as doctor
 from nanospec_fn.program import VARIANTS
 
@@ -157,7 +157,7 @@ def answer(
         (plain,) = ns.generate(model, [args.prompt], sampling, engine=engine)
         identical, verdict = compare(out, plain, time.perf_counter() - started)
     if args.json:
-        print(arguments.json_line(vars(out) | ({"identical": identical} if verdict else {})))
+        print(jsonl.to_line(vars(out) | ({"identical": identical} if verdict else {})))
     else:
         shown = []
         if args.show:
@@ -201,7 +201,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[ns
     }
     given = {field: option for field, option in options.items() if option[1] is not None}
     speculation = arguments.checked(parser, ns.Speculation, given)
-    needs_draft = [name for name, _ in given.values()] + ["--rule"] * (args.rule != "exact")
+    needs_draft = [*(name for name, _ in given.values()), *(["--rule"] if args.rule != "exact" else [])]
     if args.draft == "none" and needs_draft:
         parser.error(f"argument {needs_draft[0]}: needs a draft, got --draft none")
     if args.coupled and args.draft == "ngram":

@@ -1,31 +1,49 @@
-"""What the command lines share: options and their environment, checks before any model is loaded, strict JSON.
+"""What the command lines share: options and their environment, checks before any model is loaded.
 
 An option that is wrong ends the program with exit code 2 and one line that names it.
 """
 
 import argparse
-import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import nanospec_fn as ns
 from nanospec_fn import draft_model, weights
 from nanospec_fn.model import Model
 from nanospec_fn.program import ATTEND
 
-T = TypeVar("T")
-
 DRAFTS = ("eagle", "ngram", "frozen", "none")
 
 
+class Checkable(Protocol):
+    """Fields that can be wrong."""
+
+    def validate(self) -> None:
+        """Errors: ValueError that begins with a field's name."""
+
+
+T = TypeVar("T")
+C = TypeVar("C", bound=Checkable)
+
+
+class Help(argparse.HelpFormatter):
+    """Help that ends with the option's default in brackets, where it has one and its text does not end so already."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if default is None or default is False or default in ("", [], argparse.SUPPRESS) or text.endswith(")"):
+            return text
+        shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+        return f"{text} ({shown.replace('%', '%%')})"
+
+
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that takes no abbreviations and whose errors are one line."""
+    """An ArgumentParser that takes no abbreviations, tells defaults, and whose errors are one line."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=Help, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -84,6 +102,21 @@ def natural(text: str) -> int:
     return int(text)
 
 
+def real(low: float, high: float, low_too: bool = False) -> Callable[[str], float]:
+    """The type of a number between two others, the upper one included."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (low < value <= high or (low_too and value == low)):
+            raise argparse.ArgumentTypeError(f"must be a number from {low:g} to {high:g}, got {text!r}")
+        return value
+
+    return number
+
+
 def path(text: str) -> Path:
     """The type of a file or folder that is to be written: Path would take "" for the current folder."""
     if not text or "\0" in text:
@@ -137,19 +170,31 @@ def check_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         parser.error(f"{origin}: {args.backend} needs a CUDA device, got {device}")
 
 
-def checked(parser: argparse.ArgumentParser, make: Callable[..., T], options: Mapping[str, tuple[str, Any]]) -> T:
+def checked(parser: argparse.ArgumentParser, make: Callable[..., C], options: Mapping[str, tuple[str, Any]]) -> C:
     """`make(**fields)`, validated; a ValueError that begins with a field's name is reported under its option.
 
     Args: options: field -> (option or environment variable, value).
     """
     made = make(**{field: value for field, (_, value) in options.items()})
     try:
-        made.validate()  # type: ignore[attr-defined]
+        made.validate()
     except ValueError as error:
-        option = options.get(str(error).split()[0].rstrip(":"), ("", None))[0]
-        kind = "argument" if option.startswith("-") else "environment variable"
-        parser.error(f"{kind} {option}: {error}" if option else str(error))
+        parser.error(told(error, {field: option for field, (option, _) in options.items()}))
     return made
+
+
+def told(error: Exception, options: Mapping[str, str]) -> str:
+    """An error in one line, under the option of the field whose name it begins with.
+
+    "lr must be 1" becomes "argument --lr: lr must be 1", and "draft: gone" becomes "argument --draft: gone".
+    Args: options: field -> option or environment variable.
+    """
+    text = " ".join(str(error).split())
+    field = text.partition(" ")[0].rstrip(":")
+    if field not in options:
+        return text
+    kind = "argument" if options[field].startswith("-") else "environment variable"
+    return f"{kind} {options[field]}: {text.removeprefix(f'{field}: ')}"
 
 
 def draft_for(name: str, model: Model) -> str:
@@ -158,7 +203,7 @@ def draft_for(name: str, model: Model) -> str:
     if name == "auto" and head:
         return f"eagle:{head}"
     if name == "auto":
-        return "eagle" if draft_model.bundled_head(model) else "ngram"
+        return "eagle" if draft_model.bundled_head(model.name) else "ngram"
     return name
 
 
@@ -166,20 +211,3 @@ def load_draft(name: str, model: Model) -> tuple[str, ns.Draft | None]:
     """A draft by its --draft name, and that name with "auto" resolved."""
     name = draft_for(name, model)
     return name, ns.load_draft(name, model)
-
-
-def json_line(record: Mapping[str, Any]) -> str:
-    """One line of strict JSON, in ASCII for any terminal's encoding: a number that is not finite becomes null."""
-    return json.dumps(_finite(record), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy's and torch's scalars and arrays
-        return _finite(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

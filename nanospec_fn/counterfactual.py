@@ -33,8 +33,9 @@ class Change:
     def apply(self, request: Sampling) -> Sampling:
         if self.rule is None:
             return request
-        rule = {"rule": self.rule, "alpha": self.alpha, "tau": self.tau, "accept_top_k": self.accept_top_k}
-        return dataclasses.replace(request, **rule)  # type: ignore[arg-type]
+        return dataclasses.replace(
+            request, rule=self.rule, alpha=self.alpha, tau=self.tau, accept_top_k=self.accept_top_k
+        )
 
     def __str__(self) -> str:
         if self.rule is None:

@@ -240,10 +240,10 @@ def check_top_k(spec: Speculation, vocab: int) -> None:
         raise ValueError(f"top_k is {spec.top_k}, the draft's vocabulary has {vocab} tokens")
 
 
-def bundled_head(model: Model) -> Path | None:
-    """The folder of the head that this package brings for a model, None where it brings none."""
+def bundled_head(name: str) -> Path | None:
+    """The folder of the head that this package brings for a model of this name, None where it brings none."""
     found = (Path(__file__).parent / "heads").glob("*/config.json")
-    return next((config.parent for config in found if config.parent.name == model.name), None)
+    return next((config.parent for config in found if config.parent.name == name), None)
 
 
 def load_draft(name: str, model: Model) -> Draft | None:
@@ -275,7 +275,7 @@ def load_draft(name: str, model: Model) -> Draft | None:
         cfg, params = weights.load_eagle(source, model)
         return Draft(Eagle3(cfg), params)
     if name == "eagle":
-        folder = bundled_head(model)
+        folder = bundled_head(model.name)
         if folder is None:
             raise ValueError(f'draft "eagle": no head comes with model {model.name!r}; pass "eagle:PATH_OR_ID"')
         cfg, params = weights.load_eagle(folder, model)

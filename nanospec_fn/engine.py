@@ -104,13 +104,16 @@ class Engine:
         """
         rows, slot = self._rows_for(requests, bucket)
         issued = reports.start(self.program.pool.device)
-        call, size, emits = self.prefill, chunk, 1
-        if not chunk:
-            call, size = self.round, self.shapes[variant]
-            emits = size.depth + 1
-            if not size.depth and self.draft and variants.kept_up(self.backlog, requests):
-                call, size = self.follow, 1
-        self.backlog = variants.issued(self.backlog, requests, emits)
+        shape = self.shapes[variant]
+        call: Callable[..., Any]
+        size: int | Speculation
+        if chunk:
+            call, size = self.prefill, chunk
+        elif not shape.depth and self.draft and variants.kept_up(self.backlog, requests):
+            call, size = self.follow, 1
+        else:
+            call, size = self.round, shape
+        self.backlog = variants.issued(self.backlog, requests, 1 if chunk else shape.depth + 1)
         self.state, table, evidence = call(self.params, self.state, slot, size)
         table, evidence = reports.to_host((table, evidence))
         return Report(step, rows, requests, chunk > 0, bucket, variant, table, evidence, issued())

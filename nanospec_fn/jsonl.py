@@ -1,7 +1,8 @@
-"""Frozen dataclasses as strict JSON lines: what is read back has the types that the fields are annotated with.
+"""Strict JSON lines: frozen dataclasses that are read back as they were, and records for logs and reports.
 
-Fields are numbers, strings, lists, tuples, dataclasses, dicts of plain values, and any of these or None. Reading a
-float gives back the bits that were written; minus infinity is null, and what else is not finite is refused.
+What is read back has the types that the dataclass's fields are annotated with. Fields are numbers, strings, lists,
+tuples, dataclasses, dicts of plain values, and any of these or None. Reading a float gives back the bits that were
+written; minus infinity is null, and what else is not finite is refused.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +29,26 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and value == -math.inf else value
+
+
+def to_line(record: Mapping[str, Any]) -> str:
+    """A record for people and their scripts, in ASCII for any terminal's encoding, without the line's end.
+
+    numpy's and torch's scalars and arrays are taken too; a number that is not finite becomes null.
+    """
+    return json.dumps(_finite(record), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy's and torch's
+        return _finite(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def load(line: bytes, where: str) -> Any:

@@ -5,6 +5,7 @@ pi is the target's distribution after the filters, mu that of the emitted token 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def worst_case(alpha: float, candidates: int) -> float:
     """The largest `divergence` that any row with so many candidates can have."""
     worst = 0.0
     for _ in range(candidates):
-        worst = _maximum(lambda log_p, below=worst: _with_rest(log_p, alpha, below))  # type: ignore[misc]
+        worst = _maximum(functools.partial(_with_rest, alpha=alpha, below=worst))
     return worst
 
 
@@ -132,8 +133,7 @@ def measure(found: trace.Trace, alpha: float | None = None) -> list[Measured]:
     by_count: dict[int, list[tuple[float, float, bool]]] = {}
     requests = [r.sampling for r in found.header.requests]
     if alpha is not None:
-        power = {"rule": "power", "alpha": alpha, "tau": 1.0, "accept_top_k": 0}
-        requests = [dataclasses.replace(r, **power) for r in requests]  # type: ignore[arg-type]
+        requests = [dataclasses.replace(r, rule="power", alpha=alpha, tau=1.0, accept_top_k=0) for r in requests]
     for record in found.rounds:
         for row in (0, *(node + 1 for node in record.path))[: len(record.tokens)]:
             count = len(candidates(record.nodes, row))

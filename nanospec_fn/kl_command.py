@@ -8,7 +8,7 @@ import argparse
 import functools
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, kl, trace
+from nanospec_fn import arguments, jsonl, kl, trace
 
 ALPHAS = (0.9, 0.7, 0.5, 0.3, 0.1)
 CANDIDATES = (1, 2, 3, 4)
@@ -40,7 +40,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         alphas = ALPHAS if args.alpha is None else (args.alpha,)
         table = {alpha: [kl.worst_case(alpha, k) for k in CANDIDATES] for alpha in alphas}
         if args.json:
-            print(arguments.json_line({"candidates": CANDIDATES, "worst_case": table}))
+            print(jsonl.to_line({"candidates": CANDIDATES, "worst_case": table}))
             return 0
         print("worst case of KL(pi || mu), nats a token, by candidates at the row\n")
         print("alpha" + "".join(f"{k:>9}" for k in CANDIDATES))
@@ -52,7 +52,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     except (ValueError, FileNotFoundError) as error:
         parser.error(f"argument FILE: {error}")
     if args.json:
-        print(arguments.json_line({"alpha": args.alpha, "rows": [vars(m) for m in measured]}))
+        print(jsonl.to_line({"alpha": args.alpha, "rows": [vars(m) for m in measured]}))
         return 0
     rule = "each request's own rule" if args.alpha is None else f"power({args.alpha:g})"
     print(f"KL(pi || mu) under {rule}, nats a token, on the rows that emitted a token\n")

@@ -2,9 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+Prompt = str | list[int]  # text, or token ids
 
 SETS = {
     # name: (file in $NANOSPEC_DATA, hub data set, its configuration, its split)
@@ -28,31 +30,59 @@ def load(name: str, limit: int | None = None) -> list[str]:
 
 
 def read(path: Path) -> list[str]:
-    """Every prompt of a file, in order."""
+    """Every prompt of a file of texts, in order."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; NANOSPEC_DATA is a folder that holds {names()}")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    if path.suffix != ".jsonl":
-        prompts = [line for line in lines if line.strip()]
-    else:
-        prompts = [first_turn(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise ValueError(f"{path}: contains no prompts")
-    return prompts
+    return [text_of(prompt, where) for where, prompt in lines(path)]
 
 
-def first_turn(line: str, where: str) -> str:
-    """The prompt of a JSON line: its "prompt", "question", or the first of its "turns"."""
+def lines(path: Path) -> Iterator[tuple[str, Prompt | None]]:
+    """What stands in each line of a file that is not blank: its place "FILE:LINE", and its prompt.
+
+    In a .jsonl file that is `of_record`'s of the line's value, None where there is none; elsewhere it is the line.
+    Errors: ValueError naming the file and line; OSError for a file that cannot be read.
+    """
+    raw = path.read_bytes()
     try:
-        record = json.loads(line)
-    except ValueError:
-        raise ValueError(f"{where}: not valid JSON") from None
-    for key in ("prompt", "question", "turns"):
-        value = record.get(key) if isinstance(record, dict) else None
-        value = value[0] if isinstance(value, list) and value else value
-        if isinstance(value, str) and value:
-            return value
-    raise ValueError(f'{where}: has no text under "prompt", "question" or "turns"')
+        found = [line.removesuffix("\r") for line in raw.decode("utf-8").split("\n")]  # other breaks are text
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}:{raw[: error.start].count(10) + 1}: not UTF-8 text") from None
+    if not any(line.strip() for line in found):
+        raise ValueError(f"{path}: contains no prompts")
+    for number, line in enumerate(found, 1):
+        where = f"{path}:{number}"
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            yield where, line
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ValueError(f"{where}: not valid JSON") from None
+        yield where, of_record(value)
+
+
+def of_record(value: Any) -> Prompt | None:
+    """The prompt that a JSON value is or, as an object, holds under "prompt", "question" or "turns"; None for none."""
+    if not isinstance(value, dict):
+        return value if is_prompt(value) else None
+    held = [value.get(key) for key in ("prompt", "question", "turns")]
+    # Of a chat's turns the first; a list of numbers is none of turns.
+    held = [v[0] if isinstance(v, list) and v and not isinstance(v[0], int) else v for v in held]
+    return next((v for v in held if is_prompt(v)), None)
+
+
+def is_prompt(value: Any) -> bool:
+    """Whether a JSON value is a text or a list of token ids, and not empty."""
+    return bool(value) and (isinstance(value, str) or (isinstance(value, list) and all(type(i) is int for i in value)))
+
+
+def text_of(prompt: Prompt | None, where: str) -> str:
+    """A prompt that must be text. Errors: ValueError that begins with `where`."""
+    if not isinstance(prompt, str):
+        raise ValueError(f'{where}: has no text under "prompt", "question" or "turns"')
+    return prompt
 
 
 def from_hub(name: str, file: str, hub: str, config: str | None, split: str) -> list[str]:
@@ -64,7 +94,7 @@ def from_hub(name: str, file: str, hub: str, config: str | None, split: str) -> 
             f"{name}: set NANOSPEC_DATA to a folder that holds {file}, or install datasets"
         ) from None
     rows: Iterable[Any] = datasets.load_dataset(hub, config, split=split)
-    return [first_turn(json.dumps(dict(row)), f"{hub} row {i}") for i, row in enumerate(rows)]
+    return [text_of(of_record(dict(row)), f"{hub} row {i}") for i, row in enumerate(rows)]
 
 
 def names() -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, trace
+from nanospec_fn import arguments, jsonl, trace
 from nanospec_fn.counterfactual import Change, Figures, Outcome, counterfactual, verify
 
 SHOWN = 8  # lines of a list
@@ -74,13 +74,13 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(f"argument {option}: {error}")
     if change is not None:
         report = summary(found, change, outcomes)
-        print(arguments.json_line(report) if args.json else "\n".join(lines(report)))
+        print(jsonl.to_line(report) if args.json else "\n".join(lines(report)))
         return 0
     wrong, largest = verify(found)
     report = {"rounds": len(found.rounds), "requests": len(found.header.requests), "cut": found.cut}
     report |= {"unfinished": found.unfinished, "equal": not wrong, "largest_difference": largest, "differences": wrong}
     if args.json:
-        print(arguments.json_line(report))
+        print(jsonl.to_line(report))
     else:
         how = f"equal to {largest:.1e} nats" if largest else "equal bit for bit"
         print(_title(report))

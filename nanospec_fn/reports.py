@@ -75,8 +75,7 @@ def pack(info: Info) -> Tensor:
 def start(device: torch.device) -> Callable[[], Callable[[], float]]:
     """Begin to time a step. What it returns is called when the step has been issued, and gives `Report.clock`."""
     if device.type != "cuda":
-        begun = time.perf_counter()
-        return lambda: lambda: (time.perf_counter() - begun) * 1e3
+        return _start_on_host()
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
 
@@ -86,6 +85,19 @@ def start(device: torch.device) -> Callable[[], Callable[[], float]]:
 
     def issued() -> Callable[[], float]:
         last.record()
+        return clock
+
+    return issued
+
+
+def _start_on_host() -> Callable[[], Callable[[], float]]:
+    """`start` where a step is done when it has been issued; its clock is read where a report is."""
+    begun = time.perf_counter()
+
+    def clock() -> float:
+        return (time.perf_counter() - begun) * 1e3
+
+    def issued() -> Callable[[], float]:
         return clock
 
     return issued

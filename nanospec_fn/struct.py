@@ -36,7 +36,7 @@ def rewritten(**kwargs: Any) -> Any:
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static, rewritten))
 def state(cls: type[T]) -> type[T]:
     """Make `cls` a frozen, slotted dataclass and register it as a pytree node."""
-    cls = dataclasses.dataclass(frozen=True, eq=False, slots=True)(cls)  # type: ignore[assignment]
+    cls = dataclasses.dataclass(frozen=True, eq=False, slots=True)(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -106,7 +106,10 @@ def put_(dest: Tensor, index: tuple[Tensor, ...], value: Tensor) -> Tensor:
 
 
 def bytes_equal(a: Any, b: Any) -> bool:
-    """Whether two pytrees agree in structure, dtypes, shapes and every byte (so NaN equals itself)."""
+    """Whether two pytrees agree in structure, dtypes, shapes and every byte (so NaN equals itself).
+
+    For tests, never inside a step: it waits for the device.
+    """
     leaves_a, spec_a = pytree.tree_flatten(a)
     leaves_b, spec_b = pytree.tree_flatten(b)
     return spec_a == spec_b and all(_same_bytes(x, y) for x, y in zip(leaves_a, leaves_b, strict=True))

@@ -20,14 +20,9 @@ from nanospec_fn.checkpoint import Checkpoint, Stored
 Parts = dict[str, tuple[int, ...]]
 
 TARGET_ROWS = "target_rows"
-DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# The same under torch's names too.
+DTYPES = {name: dtype for short, dtype in PRECISIONS.items() for name in (short, str(dtype).removeprefix("torch."))}
 
 
 def load(name: str | os.PathLike[str] = "auto", device: str = "auto", dtype: str = "auto") -> model.Model:
@@ -43,8 +38,6 @@ def load(name: str | os.PathLike[str] = "auto", device: str = "auto", dtype: str
     name = model_name(name)
     where = pick_device(device)
     precision = pick_dtype(dtype, where)
-    if name == "auto":
-        name = os.environ.get("NANOSPEC_MODEL") or "smollm2"
     source = checkpoint.open_checkpoint(name)
     cfg = config.parse(source.config, source.path)
     params = build_target(source, cfg, where, precision)
@@ -60,14 +53,20 @@ def load_eagle(name: str | os.PathLike[str], target: model.Model) -> tuple[eagle
       name: a folder or hub id, in the original, the SGLang / SpecForge or the speculators form.
     Errors: as `load`; also ValueError for a head made for another target, naming both sizes.
     """
-    source = checkpoint.open_checkpoint(model_name(name))
+    source = checkpoint.open_checkpoint(as_text(name))
     cfg = config.parse_head(source.config, target.cfg, source.path)
     tensors = {canonical_head_name(key): stored for key, stored in source.tensors.items()}
     return cfg, build_head(tensors, source.config, cfg, target, source.path)
 
 
 def model_name(name: str | os.PathLike[str]) -> str:
-    """A model's name or path as text."""
+    """`load`'s model by name; "auto": $NANOSPEC_MODEL, else "smollm2"."""
+    text = as_text(name)
+    return (os.environ.get("NANOSPEC_MODEL") or "smollm2") if text == "auto" else text
+
+
+def as_text(name: str | os.PathLike[str]) -> str:
+    """A name or path as text. Errors: ValueError for what is neither, or empty."""
     if not isinstance(name, str | os.PathLike):
         raise ValueError(f"model must be a name or a path, got {name!r}")
     if not os.fspath(name):

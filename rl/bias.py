@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, files
+from nanospec_fn import arguments, files, jsonl
 from rl import bias_report, bias_study, plot
 from rl.bias_study import BETA, CONTEXT, CORRECTIONS, FIRST, PROMPT, REWARD, Study
-from rl.train_options import real
 
 
 def header(study: Study, seeds: int) -> dict[str, Any]:
@@ -30,7 +29,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(
         prog="python -m rl.bias",
         description="Train a policy with a known optimum on tokens of a lossy sampler, corrected and not.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add, count = parser.add_argument, arguments.positive
     add("--out", type=arguments.file, required=True, metavar="FILE", help="a JSON line per run, after a header")
@@ -41,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--samples", type=count, default=Study.samples, help="completions a step")
     add("--tokens", type=count, default=Study.tokens, help="tokens of a completion that are trained on")
     add("--depth", type=count, default=Study.depth, help="tokens that the draft proposes a round")
-    add("--alpha", type=real(0, 1), default=Study.alpha, help="of rule power; 1 draws from the policy itself")
+    add("--alpha", type=arguments.real(0, 1), default=Study.alpha, help="of rule power; 1 draws from the policy itself")
     add("--quiet", action="store_true", help="no progress bar")
     return parser
 
@@ -60,8 +58,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Study:
     try:
         bias_study.sizes(study).validate()
         ns.Speculation(depth=study.depth).validate()
-        for one in bias_study.sampling(study, args.seeds, 0)[-1:]:
-            one.validate()
+        bias_study.sampling(study, args.seeds, 0)[-1].validate()  # the largest of all seeds
     except ValueError as error:
         parser.error(f"these sizes do not fit: {error}")
     return study
@@ -75,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     lines: list[dict[str, Any]] = [header(study, args.seeds)]
     for seed in range(args.seeds):
         lines += [bias_study.fit(study, correction, seed, progress=not args.quiet) for correction in args.corrections]
-    files.write(args.out, "".join(arguments.json_line(line) + "\n" for line in lines).encode())
+    files.write(args.out, "".join(jsonl.to_line(line) + "\n" for line in lines).encode())
     if args.picture:
         files.write(args.picture, plot.png(bias_report.picture(lines)))
     print(bias_report.table(lines), end="")

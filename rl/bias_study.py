@@ -27,6 +27,7 @@ PROMPT = [0]
 CONTEXT = 64  # of the policy
 EMBED = 16  # the stream's width; its entries are all 1
 CORRECTIONS = ("none", "exact", "clipped")
+SETTLED = 3000  # expected updates, after which another one changes nothing that shows
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ def fit(study: Study, correction: str, seed: int, progress: bool = False) -> dic
     for step in tqdm(range(study.steps), desc=f"{correction} {seed}", disable=not progress):
         drawn = ns.generate(policy, [PROMPT] * study.samples, sampling(study, seed, step), engine=engine)
         table = table - study.rate * gradient(policy, table, recipe, drawn)
+        # Written into the tensor that the engine serves, as `policy.publish` does: a captured graph reads that one.
         model.output_head(policy.params).copy_(head_of(table))
         p = table.double().softmax(0)
         path.append(distance(p, best))
@@ -167,11 +169,11 @@ def expected_end(study: Study, correction: str) -> Tensor:
     """
     first, reward = torch.tensor(FIRST).double(), torch.tensor(REWARD).double()
     table = first.log()
-    for _ in range(3000):
+    for _ in range(SETTLED):
         p = table.softmax(0)
         mu = p * (1 - p[0] ** study.alpha) / (1 - p[0])
         mu[0] = p[0] ** study.alpha
         w = {"none": torch.ones_like(p), "exact": p / mu, "clipped": (p / mu).clamp_max(study.is_clip)}[correction]
         term = mu * w * (reward - (mu * reward).sum() - BETA * (p / first).log())
-        table = table + 2.0 * (term - p * term.sum())
+        table = table + study.rate * (term - p * term.sum())
     return table.softmax(0)

@@ -18,7 +18,7 @@ from rl import eagle_loss, train_eagle
 from rl.eagle_loss import Batch, Seen
 from rl.optimizer import Optimizer
 from rl.policy import Micro, Scored
-from rl.train_eagle import Recipe, TrainState
+from rl.train_eagle import HeadRecipe, TrainState
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Upkeep:
     """The statics of a draft's life."""
 
     refresh: int = 0  # of a frozen copy: policy updates between copies; 0: it stays what it is
-    recipe: Recipe | None = None  # of a head that trains
+    recipe: HeadRecipe | None = None  # of a head that trains
     optimize: Optimizer | None = None  # of the same
 
     @property
@@ -50,7 +50,7 @@ def trained(draft: ns.Draft, depth: int, optimize: Optimizer, policy: ns.Model) 
     cfg = getattr(draft.method, "cfg", None)
     if not isinstance(cfg, eagle.HeadConfig):
         raise ValueError(f"draft {draft.method.name!r} is no EAGLE-3 head and cannot be trained")
-    return Upkeep(recipe=Recipe(cfg, depth, eagle_loss.DECAY, policy.params.embed.dtype), optimize=optimize)
+    return Upkeep(recipe=HeadRecipe(cfg, depth, eagle_loss.DECAY, policy.params.embed.dtype), optimize=optimize)
 
 
 def begin(model: ns.Model, draft: ns.Draft | None, upkeep: Upkeep, tokens: Tensor) -> DraftState:
@@ -62,7 +62,7 @@ def begin(model: ns.Model, draft: ns.Draft | None, upkeep: Upkeep, tokens: Tenso
     return DraftState(zero, zero.clone(), draft.params if draft and upkeep.refresh else (), train)
 
 
-def adopt(head: Any, recipe: Recipe, optimize: Optimizer, taps: Tensor) -> TrainState:
+def adopt(head: Any, recipe: HeadRecipe, optimize: Optimizer, taps: Tensor) -> TrainState:
     """A loaded head as training sees it: fp32, `fc` in units of the taps' scale (see `eagle_loss.assemble`)."""
     scale = train_eagle.scale_of(taps, recipe.cfg)
     if recipe.cfg.norm_before_fc:
@@ -123,7 +123,7 @@ def supervised(
         yield eagle_loss.prepare(policy, state.train.target_id, batch.tokens, view, row, live)
 
 
-def serve(draft: ns.Draft, recipe: Recipe, train: TrainState) -> None:
+def serve(draft: ns.Draft, recipe: HeadRecipe, train: TrainState) -> None:
     """Write a head that trains into the served one."""
     made = train_eagle.head_of(recipe, train, recipe.dtype)
     write(eagle_loss.trainable(draft.params), eagle_loss.trainable(made))

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 import nanospec_fn as ns
-from nanospec_fn import model, struct
+from nanospec_fn import arguments, model, struct
 from rl import (
     alarm,
     drafts,
@@ -97,7 +97,7 @@ def train_step(setting: Setting, state: RunState) -> tuple[RunState, dict[str, A
         return policy_loss.loss(setting.recipe, logp, *part)
 
     # What a flat group adds is 0, unless there is a KL to step 0.
-    telling = [i for i in share(setting) if config.kl_beta or not flat[i // config.group]]
+    telling = [i for i in own_sequences(setting) if config.kl_beta or not flat[i // config.group]]
     grads, loss = policy.gradient(served, micros(setting, rollouts, telling), config.temperature, objective)
     ranks.add_(setting.ranks, (grads, loss))
     trained, norm = policy.update(served.params, state.policy, setting.optimize, grads)
@@ -120,7 +120,7 @@ def collect(setting: Setting, state: RunState) -> Experience:
     return experience.collect(setting.engine, setting.task, order, mine, gather)
 
 
-def share(setting: Setting) -> list[int]:
+def own_sequences(setting: Setting) -> list[int]:
     """The sequences that this rank has sampled and trains on."""
     group = setting.config.group
     return [i * group + j for i in setting.ranks.share(setting.config.prompts) for j in range(group)]
@@ -136,7 +136,7 @@ def micros(setting: Setting, rollouts: Experience, members: Sequence[int]) -> It
 def look(setting: Setting, rollouts: Experience) -> tuple[list[tuple[Micro, Scored]], Known]:
     """The tokens under the policy and under that of step 0: this rank's microbatches, and all tokens' log-probs."""
     served, taps, heat = setting.engine.model, setting.upkeep.taps, setting.config.temperature
-    batches = micros(setting, rollouts, share(setting))
+    batches = micros(setting, rollouts, own_sequences(setting))
     seen = [(batch, policy.score(served, setting.first, batch, heat, taps)) for batch in batches]
     own = [(batch.index.cpu(), *(x.cpu() for x in (s.logp, s.first, s.kl))) for batch, s in seen]
     known = torch.zeros(3, sum(rollouts.lengths))
@@ -159,12 +159,12 @@ def evaluate(setting: Setting, state: RunState) -> dict[str, Any]:
     """Greedy completions of held-out problems: shares that are solved, mean reward."""
     config = setting.config
     problems = setting.task.held_out[: config.eval_limit]
-    share = setting.ranks.share(len(problems))
-    prompts = experience.encode(setting.engine.model, [problems[i] for i in share])
-    seeds = [experience.seed_of(config.seed, state.step, EVALUATE, i, 0) for i in share]
+    mine = setting.ranks.share(len(problems))
+    prompts = experience.encode(setting.engine.model, [problems[i] for i in mine])
+    seeds = [experience.seed_of(config.seed, state.step, EVALUATE, i, 0) for i in mine]
     greedy = ns.Sampling(max_tokens=config.max_tokens)
     done = experience.roll_out(setting.engine, prompts, greedy, seeds)
-    own = [setting.task.reward(problems[i], one.text, one.tokens) for i, one in zip(share, done, strict=True)]
+    own = [setting.task.reward(problems[i], one.text, one.tokens) for i, one in zip(mine, done, strict=True)]
     return grpo_log.of_rewards([one for part in ranks.gather(setting.ranks, own) for one in part]) | {
         "n": len(problems)
     }
@@ -198,7 +198,7 @@ def fit(setting: Setting, state: RunState, about: dict[str, Any], on: Hook = lam
     return state
 
 
-def begin(served: ns.Model, draft: ns.Draft | None, task: Task, config: GrpoConfig, rank: Ranks) -> Setting:
+def begin(served: ns.Model, draft: ns.Draft | None, task: Task, config: GrpoConfig, world: Ranks) -> Setting:
     """Everything that a run needs, made once.
 
     Errors: ValueError for a prompt that leaves no room in the model's context, or what the engine refuses.
@@ -208,7 +208,7 @@ def begin(served: ns.Model, draft: ns.Draft | None, task: Task, config: GrpoConf
     longest = max(map(len, experience.encode(served, used))) + config.max_tokens
     if longest > served.cfg.max_context:
         raise ValueError(
-            f"argument --max-tokens: the longest prompt has {longest - config.max_tokens} tokens, with "
+            f"max_tokens: the longest prompt has {longest - config.max_tokens} tokens, with "
             f"{config.max_tokens} more it is over the model's context of {served.cfg.max_context}"
         )
     speculation = ns.Speculation(top_k=config.spec_topk, depth=config.spec_depth) if draft else None
@@ -221,12 +221,12 @@ def begin(served: ns.Model, draft: ns.Draft | None, task: Task, config: GrpoConf
 
     upkeep = Upkeep(refresh=config.draft_refresh)
     if draft and config.draft_train:
-        add = functools.partial(ranks.add_, rank)
+        add = functools.partial(ranks.add_, world)
         upkeep = drafts.trained(
-            draft, config.spec_depth, drafts.together(rate(config.draft_lr), add, rank.size), served
+            draft, config.spec_depth, drafts.together(rate(config.draft_lr), add, world.size), served
         )
     first = pytree.tree_map(torch.clone, served.params)
-    return Setting(config, rank, task, engine, first, grpo_config.recipe(config), rate(config.lr), upkeep)
+    return Setting(config, world, task, engine, first, grpo_config.recipe(config), rate(config.lr), upkeep)
 
 
 def init(setting: Setting) -> RunState:
@@ -256,23 +256,27 @@ def resume(setting: Setting, state: RunState, about: dict[str, Any]) -> RunState
     return state
 
 
-def run(config: GrpoConfig, rank: Ranks, on: Hook = lambda what, step: None) -> RunState:
+def run(config: GrpoConfig, world: Ranks, on: Hook = lambda what, step: None) -> RunState:
     """Load, begin or resume, train.
 
-    Errors: ValueError, FileNotFoundError as `GrpoConfig.validate`, `begin`, `resume` and the loaders.
+    Errors: ValueError that begins with the field, before anything is loaded; ValueError, FileNotFoundError as `begin`,
+      `resume` and the loaders.
     """
     config.validate()
+    grpo_config.check_surroundings(config, world.size)
+    if world.first:  # the one that writes there: another might find what it has written already
+        grpo_config.check_folder(config)
     loaded = ns.load(config.model, device=ranks.device_of(config.device), dtype=config.dtype)
     draft = ns.load_draft(config.draft, loaded)
-    setting = begin(loaded, draft, tasks.load(config.task, loaded, config.seed), config, rank)
+    setting = begin(loaded, draft, tasks.load(config.task, loaded, config.seed), config, world)
     state = init(setting)
-    about = grpo_config.signature(config) | {"weights": policy.fingerprint(loaded.params), "ranks": rank.size}
-    if rank.first:
+    about = grpo_config.signature(config) | {"weights": policy.fingerprint(loaded.params), "ranks": world.size}
+    if world.first:
         config.out.mkdir(parents=True, exist_ok=True)
     if config.resume:
         state = resume(setting, state, about)
     log = config.out / "log.jsonl"
-    if rank.first and not (log.exists() and run_files.read_lines(log)):
+    if world.first and not (log.exists() and run_files.read_lines(log)):
         own = () if state.policy.master is loaded.params else state.policy.master
         held = {"served": loaded.params, "master": own, "optimizer": state.policy.adam, "first": setting.first}
         held |= {"draft": setting.engine.params.draft, "draft_training": state.draft.train}
@@ -286,11 +290,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = grpo_options.parse(argv)
     if config.deterministic:
         grpo_options.deterministic()
-    rank = ranks.start(config.device)
+    world = ranks.start(config.device)
     try:
-        run(config, rank)
+        run(config, world)
     except (ValueError, FileNotFoundError) as error:
-        print(f"python -m rl.grpo: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"python -m rl.grpo: error: {arguments.told(error, grpo_options.OPTIONS)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("python -m rl.grpo: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
@@ -298,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except run_files.RunError as error:
         print(f"python -m rl.grpo: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    ranks.stop(rank)
+    ranks.stop(world)
     return 0
 
 

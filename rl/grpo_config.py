@@ -1,15 +1,51 @@
 """What a run of GRPO is made from, and what of it the engine, the loss and a checkpoint want to know."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import nanospec_fn as ns
-from rl import policy_loss, tasks
+from nanospec_fn import checkpoint, draft_model, weights
+from rl import limits, policy_loss, run_files, tasks
 from rl.policy_loss import Recipe
 
 # Fields that may differ between a run and the one that goes on with it.
 FREE = ("out", "resume", "steps", "save_every", "quiet", "device")
+NAMES = {"task": tasks.NAMES, "correction": policy_loss.CORRECTIONS, "loss": policy_loss.LOSSES}
+DRAFTS = ("none", "frozen", "eagle")  # and eagle:X, model:X
+# The least value of what is counted.
+WHOLE = dict.fromkeys(("steps", "save_every", "eval_limit", "prompts", "group", "max_tokens", "micro_tokens"), 1)
+WHOLE |= dict.fromkeys(("seed", "eval_every", "draft_refresh", "accept_topk"), 0)
+# Ends of the other numbers, and whether the lower one is a value too; `ns.Sampling` knows those of the rules.
+REAL = {
+    "temperature": (0, 1e6, False),
+    "draft_lr": (0, 1, False),
+    "is_clip": (0, 1e6, False),
+    "icepop_low": (0, 1, True),
+    "icepop_high": (1, 1e6, True),
+    "m2po_tau": (0, 1e6, True),
+    "clip_eps": (0, 1, False),
+    "kl_beta": (0, 1e6, True),
+    "lr": (0, 1, False),
+}
+# A field that only means something beside another: field, the other, the values of it that give a meaning.
+BELONGS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("alpha", "acceptance", ("power",)),
+    ("tau", "acceptance", ("relaxed",)),
+    ("accept_topk", "acceptance", ("relaxed",)),
+    ("is_clip", "correction", ("clipped",)),
+    ("icepop_low", "correction", ("icepop",)),
+    ("icepop_high", "correction", ("icepop",)),
+    ("m2po_tau", "correction", ("m2po",)),
+    ("draft_refresh", "draft", ("frozen",)),
+    ("draft_train", "draft", ("eagle",)),
+    ("draft_lr", "draft_train", ("True",)),
+    ("spec_topk", "draft", ("frozen", "eagle", "model")),
+    ("spec_depth", "draft", ("frozen", "eagle", "model")),
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +64,7 @@ class GrpoConfig:
     resume: bool = False
     device: str = "auto"
     dtype: str = "auto"  # of the served weights
-    deterministic: bool = False  # see `grpo_options.deterministic`, which has to come before anything runs
+    deterministic: bool = False  # from Python, `grpo_options.deterministic()` has to come before anything runs
     quiet: bool = False
     save_every: int = 10  # steps
     eval_every: int = 0  # steps; 0: never
@@ -63,16 +99,80 @@ class GrpoConfig:
     micro_tokens: int = 1024  # positions at once in the trainer
 
     def validate(self) -> None:
-        """Refuse what nothing further down would refuse by name. Errors: ValueError that begins with the field."""
-        known = {"task": tasks.NAMES, "correction": policy_loss.CORRECTIONS, "loss": policy_loss.LOSSES}
-        for name, names in known.items():
-            if getattr(self, name) not in names:
-                raise ValueError(f"{name} must be one of {', '.join(names)}, got {getattr(self, name)!r}")
-        for name in ("steps", "prompts", "group", "micro_tokens", "save_every", "eval_limit"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.icepop_low > self.icepop_high:
-            raise ValueError(f"icepop_low {self.icepop_low:g} is above icepop_high {self.icepop_high:g}")
+        """Refuse what the fields alone show to be wrong. Errors: ValueError that begins with the field."""
+        limits.check_types(self)
+        limits.check_names(self, NAMES)
+        limits.check_whole(self, WHOLE)
+        limits.check_real(self, REAL)
+        if not self.model:
+            raise ValueError("model is empty")
+        kind, _, source = self.draft.partition(":")
+        if self.draft not in DRAFTS and not (kind in ("eagle", "model") and source):
+            raise ValueError(f"draft must be one of {', '.join(DRAFTS)}, eagle:X, model:X, got {self.draft!r}")
+        if self.draft == "none" and self.acceptance != "exact":
+            raise ValueError(f"acceptance: {self.acceptance} needs a draft to accept from, got draft none")
+        check_belonging(self, [f.name for f in fields(self) if getattr(self, f.name) != f.default])
+        with limits.renamed({"rule": "acceptance", "accept_top_k": "accept_topk"}):
+            sampling(self).validate()
+        with limits.renamed({"max_slots": "slots"}):
+            ns.EngineConfig(max_slots=self.slots).validate()
+        with limits.renamed({"top_k": "spec_topk", "depth": "spec_depth"}):
+            ns.Speculation(top_k=self.spec_topk, depth=self.spec_depth).validate()
+
+
+def check_belonging(config: GrpoConfig, given: Collection[str]) -> None:
+    """Errors: ValueError for one of the fields that were given, without the one that it belongs to."""
+    for name, other, values in BELONGS:
+        got = getattr(config, other)
+        if name in given and str(got).partition(":")[0] not in values:
+            raise ValueError(f"{name}: needs {other} {' or '.join(values)}, got {got}")
+
+
+def check_surroundings(config: GrpoConfig, size: int) -> None:
+    """Refuse what the process and its files show to be wrong, before anything is loaded. Args: size: ranks of the run.
+
+    Errors: ValueError that begins with the field.
+    """
+    if config.deterministic and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            "deterministic: call rl.grpo_options.deterministic() first, before anything runs on the device"
+        )
+    if config.prompts % size:
+        raise ValueError(f"prompts: {config.prompts} groups cannot be shared evenly by {size} ranks")
+    try:
+        tasks.check(config.task)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"task: {error}") from error
+    try:
+        check_draft(config)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"draft: {error}") from error
+
+
+def check_draft(config: GrpoConfig) -> None:
+    """Errors: ValueError, FileNotFoundError for a draft that is not there."""
+    kind, _, source = config.draft.partition(":")
+    if source:
+        checkpoint.open_checkpoint(source)
+    elif kind == "eagle":
+        name = weights.model_name(config.model)
+        if draft_model.bundled_head(name) is None:
+            raise ValueError(f"eagle: no head comes with model {name!r}; pass eagle:PATH_OR_ID")
+
+
+def check_folder(config: GrpoConfig) -> None:
+    """`out` is new, or holds the run that `resume` goes on with. Errors: ValueError that begins with the field."""
+    if config.out.exists() and not config.out.is_dir():
+        raise ValueError(f"out: {config.out} is a file")
+    if not config.resume and (config.out / "log.jsonl").exists():
+        raise ValueError(f"out: {config.out} holds a run; resume it, or name another folder")
+    saved = config.out / "state.safetensors"
+    if config.resume and saved.exists():
+        try:
+            about, wanted = run_files.read_about(saved), signature(config)
+            run_files.same_run({name: about.get(name) for name in wanted}, wanted, saved)
+        except ValueError as error:
+            raise ValueError(f"resume: {error}") from error
 
 
 def recipe(config: GrpoConfig) -> Recipe:

@@ -270,7 +270,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m rl.plot", description="Pictures and a table of the runs of rl.grpo, side by side."
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder that holds log.jsonl, or a log")
-    parser.add_argument("--out", type=arguments.folder, default="plots", metavar="DIR", help="(plots)")
+    parser.add_argument("--out", type=arguments.folder, default="plots", metavar="DIR", help="folder of the pictures")
     return parser
 
 

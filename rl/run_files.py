@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 
-from nanospec_fn import arguments, files, struct
+from nanospec_fn import files, jsonl, struct
 
 
 class RunError(RuntimeError):
@@ -66,7 +66,7 @@ def same_run(saved: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) ->
 def append(log: Path, line: Mapping[str, Any]) -> None:
     """Add a line to a log, on the disk when this returns. Numbers that are not finite become null."""
     with log.open("ab") as file:
-        file.write(arguments.json_line(line).encode("ascii") + b"\n")
+        file.write(jsonl.to_line(line).encode("ascii") + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -95,4 +95,4 @@ def keep_lines(log: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 def write_lines(log: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write a log anew, whole or not at all."""
-    files.write(log, "".join(arguments.json_line(line) + "\n" for line in lines).encode("ascii"))
+    files.write(log, "".join(jsonl.to_line(line) + "\n" for line in lines).encode("ascii"))

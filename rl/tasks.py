@@ -106,7 +106,8 @@ def toy(model: ns.Model, seed: int) -> Task:
 
     def reward(problem: Problem, text: str | None, tokens: Sequence[int]) -> Reward:
         value = share_of_even(tokens, ends)
-        return Reward(value, *[value >= ENOUGH] * 3)
+        solved = value >= ENOUGH
+        return Reward(value, solved, strict=solved, flexible=solved)
 
     return Task("toy", shuffled(problems[HELD_OUT:], seed), problems[:HELD_OUT], reward)
 

@@ -3,11 +3,27 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl import eagle_loss
+import nanospec_fn as ns
+from nanospec_fn import eagle, weights
+from rl import eagle_loss, limits, rollouts
 
 SHORT = 2  # draft steps of the first updates
 LM_HEADS = ("own", "target-rows")
-DTYPES = ("fp32", "bf16", "fp16")
+NAMES = {"lm_head": LM_HEADS, "head_dtype": tuple(weights.PRECISIONS)}
+MOST_UNROLL, MOST_DRAFT_VOCAB = 32, 32000
+# The least value of what is counted.
+WHOLE = dict.fromkeys(("response_tokens", "max_len", "draft_vocab", "intermediate", "steps", "batch", "unroll"), 1)
+WHOLE |= dict.fromkeys(("log_every", "eval_every", "save_every"), 1)
+WHOLE |= dict.fromkeys(("seed", "held_out", "short_steps"), 0)
+# Ends of the other numbers, and whether the lower one is a value too.
+REAL = {
+    "decay": (0, 1, False),
+    "lr": (0, 1, False),
+    "warmup": (0, 1, True),
+    "weight_decay": (0, 1, True),
+    "clip": (0, 1e9, False),
+}
+HOTTEST = 100  # of the temperatures
 # Fields that may differ between a run and the one that resumes it.
 FREE = ("out", "data", "prompts", "device", "log_every", "eval_every", "save_every", "quiet", "slots", "keep_features")
 
@@ -62,10 +78,52 @@ class TrainConfig:
         return self.data or self.out / "rollouts.npz"
 
     def validate(self) -> None:
-        """Refuse what nothing would refuse before hours of work. Errors: ValueError that begins with the field."""
-        for name, known in {"lm_head": LM_HEADS, "head_dtype": DTYPES}.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        for name in ("steps", "batch", "unroll", "log_every", "eval_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        """Refuse what the fields alone show to be wrong. Errors: ValueError that begins with the field."""
+        limits.check_types(self)
+        limits.check_names(self, NAMES)
+        limits.check_whole(self, WHOLE)
+        limits.check_real(self, REAL)
+        if not self.model:
+            raise ValueError("model is empty")
+        with limits.renamed({"max_slots": "slots"}):
+            ns.EngineConfig(max_slots=self.slots).validate()
+        if not self.temperatures or not all(0 <= t <= HOTTEST for t in self.temperatures):
+            raise ValueError(f"temperatures must be numbers from 0 to {HOTTEST}, got {self.temperatures!r}")
+        if self.draft_vocab > MOST_DRAFT_VOCAB:
+            raise ValueError(f"draft_vocab: at most {MOST_DRAFT_VOCAB}, got {self.draft_vocab}")
+        if self.unroll >= self.max_len - 2:
+            raise ValueError(f"unroll: {self.unroll} steps need sequences of more than {self.max_len} tokens")
+        if self.unroll > MOST_UNROLL:
+            raise ValueError(f"unroll: at most {MOST_UNROLL}, got {self.unroll}")
+        if self.taps and (sorted(set(self.taps)) != list(self.taps) or self.taps[0] < 1):
+            raise ValueError(f"taps: must ascend from 1 or more, got {' '.join(map(str, self.taps))}")
+
+
+def check_files(config: TrainConfig) -> None:
+    """Refuse, before anything is loaded, what the files show to be wrong.
+
+    Errors: ValueError that begins with the field.
+    """
+    if config.out.exists() and not config.out.is_dir():
+        raise ValueError(f"out: {config.out} is a file")
+    try:
+        for source in config.prompts or ():
+            rollouts.parse_source(source)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"prompts: {error}") from error
+    if config.data is not None and config.prompts is None and not config.data.is_file():
+        raise ValueError(f"data: {config.data} does not exist, and without prompts it cannot be made")
+    if config.data_file.is_dir():
+        raise ValueError(f"data: {config.data_file} is a folder")
+    if not config.data_file.is_file() and not config.prompts:
+        raise ValueError("prompts: required, as the data does not exist yet")
+
+
+def check_target(config: TrainConfig, target: ns.Model) -> None:
+    """Refuse what does not fit the target. Errors: ValueError that begins with the field."""
+    layers = target.cfg.num_layers
+    taps = config.taps or eagle.default_taps(layers)
+    if len(set(taps)) != len(taps) or not 0 < min(taps) <= max(taps) <= layers:
+        raise ValueError(f"taps: {list(taps)} are not distinct inputs 1..{layers} of the target's layers")
+    if config.max_len > target.cfg.max_context:
+        raise ValueError(f"max_len: {config.max_len} is over the target's context {target.cfg.max_context}")

@@ -17,8 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import nanospec_fn as ns
-from nanospec_fn import eagle, rehearsal, struct, weights
-from rl import eagle_data, eagle_head, eagle_loss, optimizer, rollouts, run_files, train_options
+from nanospec_fn import arguments, eagle, rehearsal, struct, weights
+from rl import eagle_data, eagle_head, eagle_loss, optimizer, rollouts, run_files, train_config, train_options
 from rl.eagle_loss import Batch, Seen
 from rl.optimizer import AdamState, Optimizer
 from rl.rollouts import Rollouts
@@ -36,7 +36,7 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class HeadRecipe:
     """The hashable statics of training."""
 
     cfg: eagle.HeadConfig
@@ -46,7 +46,7 @@ class Recipe:
 
 
 def train_step(
-    target: ns.Model, recipe: Recipe, optimize: Optimizer, train: TrainState, batch: Batch
+    target: ns.Model, recipe: HeadRecipe, optimize: Optimizer, train: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, Tensor]]:
     """One update. Returns the new state and what the log tells: loss, accuracy [S], gradient norm []."""
 
@@ -63,7 +63,13 @@ def train_step(
 
 
 def init(
-    target: ns.Model, recipe: Recipe, optimize: Optimizer, target_id: Tensor, tokens: Tensor, own_head: bool, seed: int
+    target: ns.Model,
+    recipe: HeadRecipe,
+    optimize: Optimizer,
+    target_id: Tensor,
+    tokens: Tensor,
+    own_head: bool,
+    seed: int,
 ) -> TrainState:
     """The state before the first step; tokens [B, T]: some sequences to take the taps' scale from."""
     batch = look_at(target, recipe, target_id, tokens, torch.full_like(tokens[:, 0], tokens.shape[1]), tokens[:, 0] * 0)
@@ -83,7 +89,7 @@ def scale_of(taps: Tensor, cfg: eagle.HeadConfig) -> Tensor:
 
 def look_at(
     target: ns.Model,
-    recipe: Recipe,
+    recipe: HeadRecipe,
     target_id: Tensor,
     tokens: Tensor,
     length: Tensor,
@@ -101,13 +107,13 @@ def look_at(
     return eagle_loss.prepare(target, target_id, tokens, seen, row, live)
 
 
-def head_of(recipe: Recipe, train: TrainState, dtype: torch.dtype) -> eagle.HeadParams:
+def head_of(recipe: HeadRecipe, train: TrainState, dtype: torch.dtype) -> eagle.HeadParams:
     """The head that a state stands for."""
     return eagle_loss.assemble(train.params, train.target_id, train.scale, dtype)
 
 
 def evaluate(
-    target: ns.Model, recipe: Recipe, train: TrainState, data: Rollouts, members: Sequence[int], config: TrainConfig
+    target: ns.Model, recipe: HeadRecipe, train: TrainState, data: Rollouts, members: Sequence[int], config: TrainConfig
 ) -> dict[str, Any]:
     """Held-out figures: loss and accuracy per step, and the mean accepted length of a chain of that depth.
 
@@ -176,26 +182,26 @@ def fit(
         if last or (step + 1) % config.save_every == 0:
             run_files.save_state(path, train, about)
     head = head_of(recipe, train, torch.float32)
-    eagle_head.write_folder(config.out, head, recipe.cfg, target, weights.DTYPES[config.head_dtype])
+    eagle_head.write_folder(config.out, head, recipe.cfg, target, weights.PRECISIONS[config.head_dtype])
     return recipe.cfg, head
 
 
 def begin(
     target: ns.Model, data: Rollouts, members: Sequence[int], optimize: Optimizer, config: TrainConfig
-) -> tuple[Recipe, TrainState]:
+) -> tuple[HeadRecipe, TrainState]:
     """The statics of a run and its state before the first step."""
     size = min(config.draft_vocab, target.cfg.vocab_size)
     target_id = eagle_data.most_frequent(data, members, target.cfg.vocab_size, size).to(target.params.embed.device)
     taps = tuple(config.taps or eagle.default_taps(target.cfg.num_layers))
     cfg = eagle_head.config_for(target, taps, size, config.intermediate or target.cfg.intermediate_size)
-    recipe = Recipe(cfg=cfg, unroll=config.unroll, decay=config.decay, dtype=target.params.embed.dtype)
+    recipe = HeadRecipe(cfg=cfg, unroll=config.unroll, decay=config.decay, dtype=target.params.embed.dtype)
     tokens, _, _ = eagle_data.collate(data, members[: config.batch], config.max_len, target_id.device)
     return recipe, init(target, recipe, optimize, target_id, tokens, config.lm_head == "own", config.seed)
 
 
 def batches_by_step(
     target: ns.Model,
-    recipe: Recipe,
+    recipe: HeadRecipe,
     target_id: Tensor,
     data: Rollouts,
     members: Sequence[int],
@@ -246,11 +252,13 @@ def make_data(target: ns.Model, config: TrainConfig) -> Rollouts:
 def run(config: TrainConfig) -> tuple[eagle.HeadConfig, eagle.HeadParams]:
     """Load the target, make the data if there is none, train, write the head -> the head, fp32.
 
-    Errors: ValueError, OSError as `TrainConfig.validate`, the loaders, `check_model`, `make_data` and `fit`.
+    Errors: ValueError that begins with the field, before any work; ValueError, OSError as the loaders, `make_data` and
+      `fit`.
     """
     config.validate()
+    train_config.check_files(config)
     target = ns.load(config.model, device=config.device, dtype=config.dtype)
-    train_options.check_model(target, config)
+    train_config.check_target(config, target)
     config.out.mkdir(parents=True, exist_ok=True)
     return fit(target, make_data(target, config), config)
 
@@ -263,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except run_files.RunError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(arguments.told(error, train_options.OPTIONS))
     return 0
 
 

@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 import nanospec_fn.weights
 from nanospec_fn import checkpoint
 from nanospec_fn.model import Model
+from tests import needs
 
 
 @functools.cache
@@ -27,9 +28,7 @@ def smollm2() -> Model:
     try:
         checkpoint.find_smollm2()
     except FileNotFoundError as error:
-        if os.environ.get("NANOSPEC_GATE") == "1":
-            pytest.fail(str(error))
-        pytest.skip(str(error))
+        needs.lacking(str(error))
     return load_smollm2()
 
 
@@ -44,7 +43,7 @@ def _no_grad():
 def matplotlib() -> None:
     """For tests that draw: the extra `rl` has it. In the gate (NANOSPEC_GATE=1) its absence is a failure."""
     if importlib.util.find_spec("matplotlib") is None:
-        (pytest.fail if os.environ.get("NANOSPEC_GATE") == "1" else pytest.skip)("matplotlib is not installed")
+        needs.lacking("matplotlib is not installed")
 
 
 @pytest.fixture

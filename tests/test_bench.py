@@ -224,13 +224,51 @@ def test_prompts_come_from_nanospec_data(tmp_path, monkeypatch):
     assert prompts.load(str(tmp_path / "own.jsonl")) == ["a", "b"]
 
 
+RECORDS = {
+    '"a"': "a",
+    "[1, 2]": [1, 2],
+    '{"prompt": "a", "question": "b"}': "a",
+    '{"prompt": "", "question": "b"}': "b",
+    '{"prompt": {"role": "user"}, "turns": ["c", "d"]}': "c",
+    '{"prompt": ["a", "b"]}': "a",  # MT-Bench as the hub has it
+    '{"prompt": [1, 2]}': [1, 2],
+    '{"turns": [[1, 2], [3]]}': [1, 2],
+    '["a", "b"]': None,
+    "[1, true]": None,
+    "[]": None,
+    '{"prompt": [[]], "answer": "a"}': None,
+    "3": None,
+}
+
+
+@pytest.mark.parametrize("line", RECORDS)
+def test_a_line_is_a_prompt_or_holds_one(line, tmp_path):
+    """Bugs: two readers of one form that disagree; token ids taken for turns; the second key before the first."""
+    file = tmp_path / "own.jsonl"
+    file.write_text(f"\n{line}\n")
+    assert list(prompts.lines(file)) == [(f"{file}:2", RECORDS[line])]
+    if isinstance(RECORDS[line], str):
+        assert prompts.read(file) == [RECORDS[line]]
+    else:
+        with pytest.raises(ValueError, match=r"own\.jsonl:2: has no text"):
+            prompts.read(file)
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("", "no prompt"), ("{", "bad.jsonl:1"), ('{"prompt": "a"}\n[]', "bad.jsonl:2"), ('{"turns": []}', "bad.jsonl:1")],
+    [
+        (b"", "no prompt"),
+        (b" \n", "no prompt"),
+        (b"{", "bad.jsonl:1"),
+        (b'{"prompt": "a"}\n[]', "bad.jsonl:2"),
+        (b'{"turns": []}', "bad.jsonl:1"),
+        (b"[]\n{", "bad.jsonl:1: has no text"),
+        (b'"a"\n\n"\xff"', "bad.jsonl:3: not UTF-8"),
+    ],
 )
 def test_bad_prompt_files_are_named(text, named, tmp_path):
     """Bug: a broken line is skipped, and two machines measure different prompts."""
-    (tmp_path / "bad.jsonl").write_text(text)
+    (tmp_path / "bad.jsonl").write_bytes(text)
     with pytest.raises(ValueError, match=named):
         prompts.load(str(tmp_path / "bad.jsonl"))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import nanospec_fn as ns
+from nanospec_fn import draft_model
 
 FOLDER = Path(ns.__file__).parent / "heads" / "smollm2"
 LIMIT = 16 * 2**20  # bytes that the package may carry
@@ -23,6 +24,14 @@ def test_the_folder_is_small_and_says_where_it_comes_from():
     card = (FOLDER / "README.md").read_text()
     assert f"{last['step']} steps" in card
     assert f"{last['tokens'] / 1e6:.0f} M tokens with padding" in card
+
+
+def test_it_is_found_by_its_models_name_alone():
+    """Catches: a head for every model, or a folder outside the package's heads by way of a name."""
+    assert draft_model.bundled_head("smollm2") == FOLDER
+    assert [draft_model.bundled_head(name) for name in ("", ".", "..", "smollm", "../heads/smollm2", str(FOLDER))] == [
+        None
+    ] * 6
 
 
 @pytest.mark.smollm2

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import nanospec_fn as ns
-from nanospec_fn import __main__, arguments
+from nanospec_fn import __main__, jsonl
 from tests import tiny
 
 HUGE = str(10**30)
@@ -384,7 +384,7 @@ def test_json_line_is_strict():
     def not_json(constant):
         raise AssertionError(constant)
 
-    line = arguments.json_line(record)
+    line = jsonl.to_line(record)
     assert line.isascii()  # no terminal's encoding can fail on it
     assert json.loads(line, parse_constant=not_json) == {
         "mean": None,

@@ -95,17 +95,17 @@ def heard(more: int, fewer: int) -> Trial:
 def test_a_verdict_needs_its_evidence():
     """Bugs: a firm word on a few positions, for a length that is 2 within its error, or for a doubtful control."""
     good, poor = replace(PLENTY, accepted_length=3.0), replace(PLENTY, accepted_length=1.3)
-    assert (good.verdict[0], poor.verdict[0]) == ("healthy", "weak")
+    assert (good.verdict.name, poor.verdict.name) == ("healthy", "weak")
     few = verdict.needed() - 1
-    assert replace(good, positions=few).verdict[0] == replace(poor, positions=few).verdict[0] == verdict.UNCLEAR
-    assert f"{few} positions" in replace(good, positions=few).verdict[1]
+    assert replace(good, positions=few).verdict.name == replace(poor, positions=few).verdict.name == verdict.UNCLEAR
+    assert f"{few} positions" in replace(good, positions=few).verdict.reason
     for length, word in ((2.3, "healthy"), (2.1, verdict.UNCLEAR), (2.0, verdict.UNCLEAR), (1.9, verdict.UNCLEAR)):
-        assert replace(PLENTY, accepted_length=length).verdict[0] == word
+        assert replace(PLENTY, accepted_length=length).verdict.name == word
     assert good.doubt("the template").verdict == (verdict.UNCLEAR, "3.00 tokens a round; the template")
     # Half of all rounds may have gone on to depths that were not tested.
     short = replace(poor, by_depth=(Reach(1, 0.5, 300),))
-    assert short.verdict[0] == verdict.UNCLEAR
-    assert replace(good, positions=few).blames("refused", "by its files").verdict[0] == "refused"
+    assert short.verdict.name == verdict.UNCLEAR
+    assert replace(good, positions=few).blames("refused", "by its files").verdict.name == "refused"
     reads, may_read, deaf = heard(700, 300), heard(550, 450), heard(500, 500)
     for controls, word in (
         ([reads, reads], "weak"),
@@ -113,8 +113,8 @@ def test_a_verdict_needs_its_evidence():
         ([reads, deaf], "broken"),
         ([may_read, deaf], "broken"),
     ):
-        assert replace(poor, controls=tuple(controls)).verdict[0] == word
-        assert replace(good, controls=tuple(controls)).verdict[0] == "healthy"
+        assert replace(poor, controls=tuple(controls)).verdict.name == word
+        assert replace(good, controls=tuple(controls)).verdict.name == "healthy"
 
 
 def test_inputs_from_elsewhere(target):

@@ -28,7 +28,7 @@ def case(smollm2) -> Case:
 
 @pytest.fixture(scope="module")
 def head(smollm2):
-    folder = draft_model.bundled_head(smollm2)
+    folder = draft_model.bundled_head(smollm2.name)
     assert folder is not None, "the package has lost its head"
     return folder
 
@@ -59,7 +59,7 @@ def examined(case: Case, folder, said: list[ns.Completion], monkeypatch) -> Repo
 def test_the_shipped_head_is_healthy(case):
     """The engine's rounds are the rehearsal's to the last one."""
     report = diagnosis.diagnose(case, "eagle")
-    assert report.verdict[0] == "healthy", report.verdict
+    assert report.verdict.name == "healthy", report.verdict
     assert report.accepted_length == pytest.approx(report.trials[0].comparison.given)
 
 
@@ -84,7 +84,7 @@ def test_post_norm_features_are_named(case, head, said, monkeypatch):
 @pytest.mark.parametrize("scale, verdict", [(0.1, "healthy"), (0.8, "weak")])
 def test_noise_is_no_damage(case, head, said, tmp_path, monkeypatch, scale, verdict):
     report = examined(case, doctored.damaged(head, tmp_path / "noisy", doctored.add_noise(scale)), said, monkeypatch)
-    assert report.verdict[0] == verdict, report.verdict
+    assert report.verdict.name == verdict, report.verdict
     assert not report.damages
 
 
@@ -92,12 +92,12 @@ def test_noise_is_no_damage(case, head, said, tmp_path, monkeypatch, scale, verd
 def test_a_ruined_head_is_not_called_weak(case, head, said, tmp_path, monkeypatch, name):
     word, change = ruined.ruins(case.target.params.embed)[name]
     report = examined(case, doctored.damaged(head, tmp_path / "ruined", change), said, monkeypatch)
-    assert report.verdict[0] == word, report.verdict
+    assert report.verdict.name == word, report.verdict
 
 
 def test_one_prompt_is_not_enough(case, head, said, monkeypatch):
     report = examined(replace(case, prompts=case.prompts[:1]), head, said[:1], monkeypatch)
-    assert report.verdict[0] == "not_enough_evidence", report.verdict
+    assert report.verdict.name == "not_enough_evidence", report.verdict
 
 
 def test_another_template_is_told(case, head, said, monkeypatch):
@@ -105,4 +105,4 @@ def test_another_template_is_told(case, head, said, monkeypatch):
     tokenizer.chat_template = LLAMA2
     asked = replace(case, target=replace(case.target, tokenizer=tokenizer))
     report = examined(asked, head, said, monkeypatch)
-    assert report.verdict[0] == "wrong_template", report.verdict
+    assert report.verdict.name == "wrong_template", report.verdict

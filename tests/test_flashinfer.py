@@ -1,7 +1,5 @@
 """The FlashInfer backend without the library: what that is told of pages, lengths and trees, read as it reads it."""
 
-import importlib.util
-import os
 import sys
 from typing import Any
 
@@ -9,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-if torch.cuda.is_available():
-    pytest.skip("the library runs for real in tests/gpu", allow_module_level=True)
-if importlib.util.find_spec("triton") is None and os.environ.get("NANOSPEC_GATE") != "1":
-    pytest.skip("needs Triton (pip install --no-deps triton==3.9.0)", allow_module_level=True)
+from tests import needs
+
+if reason := needs.no_interpreter():
+    pytest.skip(reason, allow_module_level=True)
 
 from nanospec_fn import flashinfer
 from nanospec_fn.attention import Rows

@@ -180,10 +180,13 @@ def test_no_ratio_makes_the_loss_or_the_gradient_infinite(correction, loss):
     assert weights.w.isfinite().all()
     assert not weights.keep[-3:].any()
     scale = policy_loss.token_scale(loss, torch.tensor([605]), 700).expand(605)
+
+    def value_of(logp: Tensor) -> Tensor:
+        return policy_loss.loss(recipe, logp, old, old - 89, advantage, weights, scale)
+
     for shift in (0.0, 89.0, -89.0):
         logp = (old + shift).clamp_max(0)
         logp[5] = -math.inf
-        value_of = lambda x, w=weights: policy_loss.loss(recipe, x, old, old - 89, advantage, w, scale)  # noqa: E731
         grad, value = torch.func.grad_and_value(value_of)(logp)
         assert value.isfinite()
         assert grad.isfinite().all()

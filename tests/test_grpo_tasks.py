@@ -13,6 +13,7 @@ import nanospec_fn as ns
 from nanospec_fn import kl, trace
 from rl import experience, grpo, grpo_options, mismatch, ranks
 from rl.experience import Version
+from rl.grpo_config import GrpoConfig
 from rl.policy_loss import CORRECTIONS, LOSSES
 from rl.ranks import Ranks
 from rl.tasks import Problem, Reward, Task
@@ -222,30 +223,33 @@ BAD = {
     "--task chess": "argument --task: task must be one of toy, gsm8k",
     "--device tpu": "argument --device: device 'tpu' is not one of",
     "--dtype fp8": "argument --dtype: invalid choice",
-    "--draft medusa": "argument --draft: must be one of none, frozen, eagle",
-    "--draft eagle:": "argument --draft: must be one of",
+    "--draft medusa": "argument --draft: draft must be one of none, frozen, eagle",
+    "--draft eagle:": "argument --draft: draft must be one of",
     "--draft model:/nowhere/at-all": "argument --draft: /nowhere/at-all",
     "--draft eagle --model /nowhere": "argument --draft: eagle: no head comes with model '/nowhere'",
     "--model=": "argument --model: model is empty",
-    "--acceptance power": "argument --acceptance: power needs a draft to accept from, got --draft none",
-    "--draft frozen --alpha 0.3": "argument --alpha: needs --acceptance power, got --acceptance exact",
+    "--acceptance power": "argument --acceptance: power needs a draft to accept from, got draft none",
+    "--draft frozen --alpha 0.3": "argument --alpha: needs acceptance power, got exact",
     "--draft frozen --acceptance power --alpha 0": "argument --alpha: alpha must be a number from 1e-30 to 1",
     "--draft frozen --acceptance power --alpha nan": "argument --alpha: alpha must be a number",
-    "--draft frozen --acceptance power --tau 0.5": "argument --tau: needs --acceptance relaxed",
-    "--draft frozen --acceptance relaxed": "rule 'relaxed' with tau=1 and accept_top_k=0 accepts nothing",
-    "--is-clip 3": "argument --is-clip: needs --correction clipped, got --correction exact",
-    "--icepop-low 0.1": "argument --icepop-low: needs --correction icepop",
+    "--draft frozen --acceptance power --tau 0.5": "argument --tau: needs acceptance relaxed, got power",
+    "--draft frozen --acceptance relaxed": "argument --acceptance: acceptance 'relaxed' with tau=1 and accept_top_k=0",
+    "--is-clip 3": "argument --is-clip: needs correction clipped, got exact",
+    "--icepop-low 0.1": "argument --icepop-low: needs correction icepop, got exact",
     "--correction icepop --icepop-low 2": "argument --icepop-low: must be a number from 0 to 1",
-    "--m2po-tau 0.1": "argument --m2po-tau: needs --correction m2po",
-    "--draft-refresh 2": "argument --draft-refresh: needs --draft frozen, got --draft none",
-    "--draft frozen --draft-train": "argument --draft-train: needs --draft eagle, got --draft frozen",
-    "--spec-depth 3": "argument --spec-depth: needs --draft frozen or --draft eagle or --draft model",
-    "--draft frozen --spec-topk 300": "argument --spec-topk: top_k must be an integer from 1 to 256",
-    "--slots 5000": "argument --slots: max_slots must be an integer from 1 to 4096",
+    "--m2po-tau 0.1": "argument --m2po-tau: needs correction m2po, got exact",
+    "--draft-refresh 2": "argument --draft-refresh: needs draft frozen, got none",
+    "--draft frozen --draft-train": "argument --draft-train: needs draft eagle, got frozen",
+    "--spec-depth 3": "argument --spec-depth: needs draft frozen or eagle or model, got none",
+    "--draft-lr 1e-4": "argument --draft-lr: needs draft_train True, got False",
+    "--draft eagle --draft-lr 1e-4": "argument --draft-lr: needs draft_train True, got False",
+    "--draft frozen --spec-topk 1 --alpha 1": "argument --alpha: needs acceptance power, got exact",
+    "--draft frozen --spec-topk 300": "argument --spec-topk: spec_topk must be an integer from 1 to 256",
+    "--slots 5000": "argument --slots: slots must be an integer from 1 to 4096",
     "--correction icepop --icepop-low 1 --icepop-high 0.5": "argument --icepop-high: must be a number",
     "--out=": "argument --out: must be a path, got ''",
     "--out FILE": "argument --out: FILE is a file",
-    "--out RUN": "argument --out: RUN holds a run; pass --resume",
+    "--out RUN": "argument --out: RUN holds a run; resume it",
 }
 
 
@@ -264,21 +268,22 @@ def test_bad_options_are_refused_by_name_before_any_model_loads(text, tmp_path, 
         return x.replace("FILE", str(tmp_path / "file")).replace("RUN", str(tmp_path / "run"))
 
     default = [] if "--out" in text else ["--out", str(tmp_path / "new")]
-    with pytest.raises(SystemExit) as end:
-        grpo.main([*real(text).split(), *default])
-    assert end.value.code == 2
+    try:
+        code = grpo.main([*real(text).split(), *default])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
     said = capsys.readouterr().err
     assert real(BAD[text]) in said
     assert said.count("\n") == 1
     assert not (tmp_path / "new").exists()
 
 
-def test_ranks_must_share_the_prompts_evenly(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(SystemExit):
-        grpo_options.parse(["--prompts", "4"])
-    assert "argument --prompts: 4 groups cannot be shared evenly by 3 ranks" in capsys.readouterr().err
-    assert ranks.world_size() == 3
+def test_ranks_must_share_the_prompts_evenly(tmp_path, monkeypatch):
+    monkeypatch.delattr(ns, "load")
+    with pytest.raises(ValueError, match="prompts: 4 groups cannot be shared evenly by 3 ranks"):
+        grpo.run(GrpoConfig(tmp_path, prompts=4), Ranks(0, 3))
+    assert ranks.world_size({"WORLD_SIZE": "3"}) == 3
 
 
 def test_prompts_that_leave_no_room_are_refused_before_the_first_step(folder, tmp_path, capsys):

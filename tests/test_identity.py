@@ -36,6 +36,54 @@ def test_what_is_compared(task):
     assert all(r["mean_accepted_len"] > 1 for r in rows[3:])
 
 
+WIDE_AND_LONG = [Work(2, 1, 12), Work(1, 3, 5), Work(2, 2, 6, eager=True)]
+
+
+def test_the_reference_covers_the_most_prompts_and_the_most_tokens(task):
+    """Catches: a reference of the most tokens in all; prompts of a wider work not compared."""
+    rows = list(identity.compare(task, WIDE_AND_LONG, [None, ns.Speculation(depth=2)], 1.0, scored=3))
+    assert [(r["bs"], r["prompts"], r["tokens"], r["against"]) for r in rows[:4]] == [
+        (2, 3, 12, "score"),
+        (1, 3, 5, "plain"),
+        (2, 1, 12, "plain"),
+        (2, 2, 6, "plain"),
+    ]
+    assert len(rows) == 7
+    assert [r["differing"] for r in rows] == [0] * 7
+
+
+def test_a_difference_in_the_last_prompt_is_seen(task, monkeypatch):
+    """Catches: completions that no completion of the reference stands beside, left out without a word."""
+    real = identity.complete
+
+    def last_token_off(task, one, spec, temperature):
+        out, seconds = real(task, one, spec, temperature)
+        if spec and one.prompts == 3:
+            out[2] = dataclasses.replace(out[2], tokens=[*out[2].tokens[:-1], out[2].tokens[-1] ^ 1])
+        return out, seconds
+
+    monkeypatch.setattr(identity, "complete", last_token_off)
+    rows = list(identity.compare(task, WIDE_AND_LONG, [None, ns.Speculation(depth=2)], 1.0, scored=1))
+    assert [r["differing"] for r in rows if (r["prompts"], r["shape"]) == (3, "1x2")] == [1]
+    assert sum(r["differing"] for r in rows) == 1
+
+
+def test_completions_without_a_reference_are_no_comparison(task):
+    """Catches: as above, where a list is passed that is too short."""
+    reference, _ = identity.complete(task, WORKS[0], None, 1.0)
+    with pytest.raises(ValueError, match="zip"):
+        identity.differing(reference, reference[:2], 12)
+
+
+def test_more_prompts_than_there_are_are_refused_before_a_model_loads(tmp_path, monkeypatch, capsys):
+    """Catches: a row that says 100 prompts of a file that has 2."""
+    (tmp_path / "two.txt").write_text("one\ntwo\n")
+    monkeypatch.delattr(ns, "load")
+    with pytest.raises(SystemExit, match="2"):
+        identity.main(["--bs", "1:2x8", "2:3x4", "--prompts", str(tmp_path / "two.txt")])
+    assert f"3 prompts are more than the 2 of {tmp_path / 'two.txt'}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change", ["token", "logp", "short", "behaviour"])
 def test_one_differing_bit_is_seen(task, change):
     """Catches: log-probs compared with a tolerance, an output that ends early and is called equal."""

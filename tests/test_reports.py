@@ -54,6 +54,14 @@ def test_a_step_comes_to_the_host_bit_by_bit():
     assert str(behaviour_logp) == str([*logp[0, -1:].tolist(), *logp[0].flip(0).tolist()])
 
 
+def test_a_step_on_a_cpu_is_timed_until_it_is_read(monkeypatch):
+    """Bug: a clock that stops when the step is issued, or counts seconds."""
+    now = iter((1.0, 3.5))
+    monkeypatch.setattr(reports.time, "perf_counter", lambda: next(now))
+    clock = reports.start(torch.device("cpu"))()
+    assert clock() == 2500
+
+
 def test_a_report_is_read_by_request():
     """Bug: another row's tokens; padding rows told of; a refused prompt that is not said to be unread."""
     given = info(4, 2, [2, 0, 1, 0], accepted=torch.tensor([1, 0, 1, 0], dtype=torch.int32))

@@ -12,7 +12,7 @@ import torch
 import nanospec_fn as ns
 from rl import tasks
 from rl.tasks import Problem, Reward
-from tests import tiny
+from tests import needs, tiny
 
 # (text, the number that it begins with), by hand
 NUMBERS = {
@@ -110,7 +110,7 @@ def test_gsm8k_reward(text, worth):
 def test_gsm8k_comes_from_its_files():
     """Catches: a row dropped or unreadable, test questions among those to train on, a question without its form."""
     if not os.environ.get("NANOSPEC_DATA"):
-        (pytest.fail if os.environ.get("NANOSPEC_GATE") == "1" else pytest.skip)("NANOSPEC_DATA is not set")
+        needs.lacking("NANOSPEC_DATA is not set")
     model = dataclasses.replace(tiny.model(vocab_size=258, eos_token_id=257), tokenizer=tiny.tokenizer())
     one, again, other = (tasks.load("gsm8k", model, seed) for seed in (1, 1, 2))
     assert (len(one.problems), len(one.held_out)) == (7473, 1319)

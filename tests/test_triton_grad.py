@@ -1,16 +1,13 @@
 """Gradients through the Triton kernels under torch.func, in the interpreter: forward theirs, backward the library's."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-if torch.cuda.is_available():
-    pytest.skip("tests/gpu runs the kernels for real", allow_module_level=True)
-if importlib.util.find_spec("triton") is None and os.environ.get("NANOSPEC_GATE") != "1":
-    pytest.skip("needs Triton (pip install --no-deps triton==3.9.0)", allow_module_level=True)
+from tests import needs
+
+if reason := needs.no_interpreter():
+    pytest.skip(reason, allow_module_level=True)
 
 import nanospec_fn as ns
 from nanospec_fn import filters, rehearsal, struct

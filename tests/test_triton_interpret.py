@@ -3,19 +3,15 @@
 Bits on a GPU are tests/gpu/'s subject; here it is masks, tails, page tables, trees and segment bounds.
 """
 
-import importlib.util
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
+from tests import needs
 from tests.oracle_attention import Case, paged_case, reference_attention
 
-if torch.cuda.is_available():
-    pytest.skip("the kernels run for real in tests/gpu", allow_module_level=True)
-if importlib.util.find_spec("triton") is None and os.environ.get("NANOSPEC_GATE") != "1":
-    pytest.skip("needs Triton (pip install --no-deps triton==3.9.0)", allow_module_level=True)
+if reason := needs.no_interpreter():
+    pytest.skip(reason, allow_module_level=True)
 
 import nanospec_fn as ns
 from nanospec_fn import acceptance, filters, pages, sampling, struct, trees

@@ -3,18 +3,15 @@
 Bytes are compared; of the lossy rules, whose logarithms are the device's own, the decisions and values to 1e-5.
 """
 
-import importlib.util
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-if torch.cuda.is_available():
-    pytest.skip("the kernels run for real in tests/gpu", allow_module_level=True)
-if importlib.util.find_spec("triton") is None and os.environ.get("NANOSPEC_GATE") != "1":
-    pytest.skip("needs Triton (pip install --no-deps triton==3.9.0)", allow_module_level=True)
+from tests import needs
+
+if reason := needs.no_interpreter():
+    pytest.skip(reason, allow_module_level=True)
 
 import nanospec_fn as ns
 from nanospec_fn import acceptance, attention, draft, draft_model, kernels, model, pages, sampling, slots, struct, trees

@@ -5,18 +5,16 @@ rows or pages, never touched. An offset that wraps is numpy's overflow warning, 
 """
 
 import ast
-import importlib.util
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-if torch.cuda.is_available():
-    pytest.skip("the kernels run for real in tests/gpu", allow_module_level=True)
-if importlib.util.find_spec("triton") is None and os.environ.get("NANOSPEC_GATE") != "1":
-    pytest.skip("needs Triton (pip install --no-deps triton==3.9.0)", allow_module_level=True)
+from tests import needs
+
+if reason := needs.no_interpreter():
+    pytest.skip(reason, allow_module_level=True)
 
 from nanospec_fn import kernels, trees
 from nanospec_fn.kernels import attend, gemm, head, kv, round, rows, tree, verdict, vocab

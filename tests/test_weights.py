@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,6 +214,28 @@ def test_device_dtype_and_environment(state, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="abacus"):
         weights.load(path)
     assert weights.load(path, device="cpu", dtype="bf16").params.embed.dtype == torch.bfloat16
+    assert weights.DTYPES.keys() == {"fp32", "float32", "bf16", "bfloat16", "fp16", "float16"}
+
+
+def test_a_models_name_and_where_it_comes_from(monkeypatch):
+    """Bugs: the environment over an argument; a head called "auto" taken for the model of the environment."""
+    monkeypatch.setenv("NANOSPEC_MODEL", "of/the-environment")
+    assert weights.model_name("auto") == "of/the-environment"
+    assert weights.model_name(Path("a/b")) == "a/b"
+
+    def opened(name):
+        raise ValueError(f"opened {name}")
+
+    monkeypatch.setattr(checkpoint, "open_checkpoint", opened)
+    with pytest.raises(ValueError, match="opened auto"):
+        weights.load_eagle("auto", None)
+    monkeypatch.setenv("NANOSPEC_MODEL", "")
+    assert weights.model_name("auto") == "smollm2"
+    monkeypatch.delenv("NANOSPEC_MODEL")
+    assert weights.model_name("auto") == "smollm2"
+    for wrong in ("", None, 3):
+        with pytest.raises(ValueError, match="model"):
+            weights.model_name(wrong)
 
 
 def test_smollm2_that_is_not_installed_says_how(monkeypatch):

@@ -6,16 +6,16 @@ python -m nanospec_fn doctor --model M --draft eagle:HEAD --prompts FILE --json
 
 import argparse
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, chat, weights
+from nanospec_fn import arguments, chat, jsonl, prompts, weights
 from nanospec_fn.doctor import diagnosis, examine
 from nanospec_fn.doctor.diagnosis import Case
 from nanospec_fn.doctor.verdict import SOUND, Report, Trial
+from nanospec_fn.prompts import Prompt
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -32,7 +32,6 @@ PROMPTS = (
     "Give me a JSON object that describes a book, with title, author and year.",
 )
 BAR = 40  # characters of a full bar
-Prompt = str | list[int]  # text, or token ids
 
 
 def add_parser(commands: "argparse._SubParsersAction[arguments.Parser]") -> None:
@@ -71,13 +70,13 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         model = ns.load(args.model, device=args.device, dtype=args.dtype)
         name = arguments.draft_for(args.draft, model)
         check_prompts(model, listed)
-        prompts = [prompt for _, prompt in listed]
-        case = Case(model, prompts, args.backend, args.max_tokens, progress=not args.json)
+        asked = [prompt for _, prompt in listed]
+        case = Case(model, asked, args.backend, args.max_tokens, progress=not args.json)
         report = diagnosis.diagnose(case, name)
     except (ValueError, FileNotFoundError) as error:
         parser.error(" ".join(str(error).split()))
-    print(arguments.json_line(as_record(report)) if args.json else as_text(report))
-    return int(report.verdict[0] not in SOUND)
+    print(jsonl.to_line(as_record(report)) if args.json else as_text(report))
+    return int(report.verdict.name not in SOUND)
 
 
 def built_in() -> list[tuple[str, Prompt]]:
@@ -86,42 +85,13 @@ def built_in() -> list[tuple[str, Prompt]]:
 
 
 def read_prompts(path: Path) -> list[tuple[str, Prompt]]:
-    """The prompts of a file, one a line, each with its place "FILE:LINE".
-
-    In a .jsonl file a line is a text, a list of token ids, or an object that holds one.
-    Errors: ValueError naming the file and line; OSError for a file that cannot be read.
-    """
-    raw = path.read_bytes()
-    try:
-        lines = raw.decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}:{raw[: error.start].count(10) + 1}: not UTF-8 text") from None
+    """The prompts of a file, texts or token ids, one a line, each with its place; errors as of `prompts.lines`."""
     found: list[tuple[str, Prompt]] = []
-    for number, line in enumerate(lines, 1):
-        where = f"{path}:{number}"
-        if line.strip():
-            found.append((where, parse_line(line, where) if path.suffix == ".jsonl" else line))
-    if not found:
-        raise ValueError(f"{path}: contains no prompts")
+    for where, prompt in prompts.lines(path):
+        if prompt is None:
+            raise ValueError(f"{where}: holds neither a text nor a list of token ids")
+        found.append((where, prompt))
     return found
-
-
-def parse_line(line: str, where: str) -> Prompt:
-    """The prompt of a JSON line, under "prompt", "question" or the first of "turns" where it is an object."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        raise ValueError(f"{where}: not valid JSON") from None
-    if isinstance(value, dict):
-        turns = value.get("turns")
-        value = (
-            value.get("prompt") or value.get("question") or (turns[0] if isinstance(turns, list) and turns else None)
-        )
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and value and all(isinstance(i, int) and not isinstance(i, bool) for i in value):
-        return value
-    raise ValueError(f"{where}: holds neither a text nor a list of token ids")
 
 
 def check_prompts(target: ns.Model, listed: Sequence[tuple[str, Prompt]]) -> None:
@@ -143,28 +113,30 @@ def check_prompts(target: ns.Model, listed: Sequence[tuple[str, Prompt]]) -> Non
 
 def as_record(report: Report) -> dict[str, Any]:
     """A report for programs."""
-    verdict, reason = report.verdict
+    verdict = report.verdict
     return {
         "target": report.target,
         "draft": report.draft,
-        "findings": [{"check": check, "text": text} for check, text in report.findings],
+        "findings": [finding._asdict() for finding in report.findings],
         "doubts": report.doubts,
         "trials": [{"damage": t.damage, "how": t.how} | vars(t.comparison) for t in report.trials],
         "controls": [{"how": t.how} | vars(t.comparison) for t in report.controls],
         "positions": report.positions,
         "accepted_length": report.accepted_length,
         "by_depth": [vars(r) for r in report.by_depth],
-        "by_position": [{"from": start, "rounds": n, "accepted_length": mean} for start, n, mean in report.by_position],
-        "damages": [{"damage": damage, "reason": why} for damage, why in report.damages],
-        "verdict": verdict,
-        "reason": reason,
+        "by_position": [
+            {"from": s.start, "rounds": s.rounds, "accepted_length": s.mean_length} for s in report.by_position
+        ],
+        "damages": [{"damage": damage.name, "reason": damage.reason} for damage in report.damages],
+        "verdict": verdict.name,
+        "reason": verdict.reason,
     }
 
 
 def as_text(report: Report) -> str:
     """A report for people."""
     lines = [f"target {report.target}, draft {report.draft}", ""]
-    lines += [f"{check:<12} {text}" for check, text in report.findings]
+    lines += [f"{finding.check:<12} {finding.text}" for finding in report.findings]
     if report.trials:
         lines += ["", f"Run in other ways, drafting {examine.DEPTH} tokens from every position of the completions:", ""]
         lines += table(report.trials)
@@ -176,11 +148,10 @@ def as_text(report: Report) -> str:
         lines += [f"{r.depth:>7} {r.share:>6.1%} {bar(r.share)} {r.tested} tested" for r in report.by_depth]
         lines += ["", "Tokens a round, by the position in the sequence:", ""]
         lines += [
-            f"{start:>7} {mean:>6.2f} {bar(mean / (examine.DEPTH + 1))} {rounds} rounds"
-            for start, rounds, mean in report.by_position
+            f"{s.start:>7} {s.mean_length:>6.2f} {bar(s.mean_length / (examine.DEPTH + 1))} {s.rounds} rounds"
+            for s in report.by_position
         ]
-    verdict, reason = report.verdict
-    return "\n".join([*lines, "", f"verdict: {verdict}: {reason}"])
+    return "\n".join([*lines, "", f"verdict: {report.verdict.name}: {report.verdict.reason}"])
 
 
 def table(trials: Sequence[Trial]) -> list[str]:

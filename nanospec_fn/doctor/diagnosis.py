@@ -20,6 +20,7 @@ from nanospec_fn.doctor.head_file import HeadFile
 from nanospec_fn.doctor.repairs import Repair
 from nanospec_fn.doctor.templates import Preference
 from nanospec_fn.doctor.verdict import CHANCE, LIFT, LUCK, Report, Trial, evidence, helps
+from nanospec_fn.prompts import Prompt
 
 TOGETHER = 3  # damages of one head that are told apart
 SAMPLE = 8  # prompts that templates are judged on
@@ -30,7 +31,7 @@ class Case:
     """A target and what it is asked: texts or token ids."""
 
     target: ns.Model
-    prompts: Sequence[str | list[int]]
+    prompts: Sequence[Prompt]
     backend: str = "auto"
     max_tokens: int = 64
     progress: bool = False
@@ -61,7 +62,7 @@ def diagnose(case: Case, name: str) -> Report:
     kind, _, source = name.partition(":")
     report = Report(case.target.name, name)
     if kind == "eagle":
-        path = source or draft_model.bundled_head(case.target)
+        path = source or draft_model.bundled_head(case.target.name)
         if path is None:
             raise ValueError(f"draft 'eagle': no head comes with model {case.target.name!r}; pass eagle:X")
         report, asked = judge_template(report, case, templates.beside(checkpoint.find(str(path))))
@@ -295,7 +296,8 @@ def search(
         if turn == 0:
             report = replace(report, trials=(*report.trials, *(Trial(r.damage, r.how, c) for r, c in tried)))
         better = [(repair, found) for repair, found in tried if helps(found, 0.0 if repair.likely else LIFT)]
-        better = [(repair, found) for repair, found in better if repair.damage not in dict(report.damages)]
+        known = {damage.name for damage in report.damages}
+        better = [(repair, found) for repair, found in better if repair.damage not in known]
         if not better:
             break
         damage = max(better, key=lambda pair: pair[1].gain)[0].damage

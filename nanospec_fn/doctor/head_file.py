@@ -17,6 +17,7 @@ from torch import Tensor
 from nanospec_fn import checkpoint, config, eagle, weights
 from nanospec_fn.checkpoint import Stored
 from nanospec_fn.doctor.examine import Subject
+from nanospec_fn.doctor.verdict import Finding
 from nanospec_fn.model import Model, Rope
 
 READ = {  # the ways of `readings`, in words
@@ -53,7 +54,7 @@ def open_head(path: str | Path, target: Model) -> HeadFile:
 
     Errors: FileNotFoundError, and ValueError for a config that no head of this target can have.
     """
-    source = checkpoint.open_checkpoint(weights.model_name(path))
+    source = checkpoint.open_checkpoint(weights.as_text(path))
     cfg = config.parse_head(source.config, target.cfg, source.path)
     tensors = {weights.canonical_head_name(key): stored for key, stored in source.tensors.items()}
     return HeadFile(source.path, source.config, tensors, cfg)
@@ -115,8 +116,8 @@ def is_map(target_id: Tensor, vocab: int) -> bool:
     return inside and len(target_id.unique()) == len(target_id)
 
 
-def findings(file: HeadFile, target: Model) -> list[tuple[str, str]]:
-    """What the files alone tell: what was looked at, what was seen."""
+def findings(file: HeadFile, target: Model) -> list[Finding]:
+    """What the files alone tell."""
     cfg = file.cfg
     own = [key for key in ("embed_tokens.weight", "lm_head.weight") if key in file.tensors]
     head = "the target's rows of the map" if file.rows else "its own" if "lm_head.weight" in own else "the target's"
@@ -125,13 +126,13 @@ def findings(file: HeadFile, target: Model) -> list[tuple[str, str]]:
     flags = [name for name in ("norm_before_residual", "norm_before_fc") if getattr(cfg, name)]
     given = "named in its config" if named_taps(file.raw) else "by default, its config names none"
     return [
-        ("form", ", ".join((form(file.raw), *flags))),
-        ("layers", f"inputs of target layers {cfg.taps} of {target.cfg.num_layers}, {given}"),
-        ("embedding", "its own" if "embed_tokens.weight" in own else "the target's"),
-        ("output head", f"{head}, {cfg.draft_vocab_size} of {cfg.vocab_size} tokens"),
-        ("rope", describe_ropes(cfg.rope, target.cfg.rope)),
-        ("context", describe_context(cfg.max_context, target.cfg.max_context)),
-        ("dtype", f"stored as {stored}, run in {running}"),
+        Finding("form", ", ".join((form(file.raw), *flags))),
+        Finding("layers", f"inputs of target layers {cfg.taps} of {target.cfg.num_layers}, {given}"),
+        Finding("embedding", "its own" if "embed_tokens.weight" in own else "the target's"),
+        Finding("output head", f"{head}, {cfg.draft_vocab_size} of {cfg.vocab_size} tokens"),
+        Finding("rope", describe_ropes(cfg.rope, target.cfg.rope)),
+        Finding("context", describe_context(cfg.max_context, target.cfg.max_context)),
+        Finding("dtype", f"stored as {stored}, run in {running}"),
     ]
 
 

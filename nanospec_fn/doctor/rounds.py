@@ -9,6 +9,7 @@ where it will be cut is known before it drafts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,6 +36,14 @@ class Reach:
     depth: int
     share: float  # of all rounds, estimated
     tested: int  # rounds that tested a draft of this depth
+
+
+class Stretch(NamedTuple):
+    """The rounds that begin in a stretch of positions."""
+
+    start: int
+    rounds: int
+    mean_length: float  # tokens, the bonus counted
 
 
 def of(prompt: int, one: ns.Completion) -> list[Round]:
@@ -82,9 +91,9 @@ def mean_length(rounds: Sequence[Round], depth: int) -> float:
     return 1 + sum(r.share for r in reach(rounds, depth))
 
 
-def by_position(rounds: Sequence[Round], depth: int) -> tuple[tuple[int, int, float], ...]:
-    """Rounds by the position that they begin at: (first position of the bin, rounds, mean length); bins double."""
+def by_position(rounds: Sequence[Round], depth: int) -> tuple[Stretch, ...]:
+    """Rounds by the position that they begin at; stretches double."""
     bins: dict[int, list[Round]] = {}
     for r in rounds:
         bins.setdefault(0 if r.start < 32 else 1 << (r.start.bit_length() - 1), []).append(r)
-    return tuple((start, len(bins[start]), mean_length(bins[start], depth)) for start in sorted(bins))
+    return tuple(Stretch(start, len(bins[start]), mean_length(bins[start], depth)) for start in sorted(bins))

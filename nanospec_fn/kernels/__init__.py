@@ -1,7 +1,12 @@
 """Row-canonical arithmetic: a row's bits depend on that row alone.
 
-cpu.py is plain torch; gpu.py leads to the Triton kernels of the other files. The functions here pick one
-by where the tensors are, and Triton is imported only when it is needed.
+cpu.py is plain torch; the other files are Triton, and gpu.py gives those that stand in for cpu.py's functions a
+gradient. The functions here take plain tensors and pick a side by where these are.
+
+Other kernels do a whole step of some module on that module's states, which this package, standing above them all, knows
+nothing of. So filters, trees, acceptance, pages, slots, model, attention, flashinfer, draft and draft_model import
+theirs themselves: where `on_device` says so, or in an attention backend that runs on CUDA only. Triton is imported
+inside functions, so that a machine without it can do without.
 
 Shapes: n rows, K/N the inner and outer width of a matrix.
 """

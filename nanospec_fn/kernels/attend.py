@@ -8,7 +8,7 @@ is folded at once (many rows) or stored and folded by another program (few rows,
 Lengths, page tables and trees are read on the device; nothing is planned on the host.
 
 Shapes: B slots, R rows of a slot, n = B * R, H query heads, K KV heads, G = H / K, D head dim, S page size,
-M page-table width, NB blocks that a table can hold.
+M page-table width, J width of a tree's paths (positions behind the base), NB blocks that a table can hold.
 """
 
 import torch
@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 64  # positions; page sizes divide it
+from nanospec_fn.kernels import cpu
+
+BLOCK = cpu.KV_BLOCK  # positions; page sizes divide it
 # Which blocks: all; those that the rows of a slot share; those that each row has for itself.
 ALL, SHARED, OWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -170,7 +172,7 @@ def attend(
     b, r = position.shape
     n, heads, d = q.shape
     size, kv_heads = pool.shape[2], pool.shape[3]
-    groups, width = heads // kv_heads, triton.next_power_of_2(d)
+    groups = heads // kv_heads
     tree = isinstance(path, Tensor)
     q = q if q.stride(2) == 1 and q.stride(1) == d else q.contiguous()
     position, page_table = position.contiguous(), page_table.contiguous()
@@ -181,37 +183,45 @@ def attend(
     if not n:
         return out
     blocks = triton.cdiv(page_table.shape[1] * size, BLOCK)
-    most_rows = 16 if q.dtype == torch.float32 else 128 if width <= 128 else 64
-    rows = rows or min(most_rows, max(16, triton.next_power_of_2(r * groups)))
+    rows = rows or _tile_rows(q, r * groups)
     tiles = triton.cdiv(r * groups, rows)
+    finishing = b * kv_heads * (r if tree else tiles)  # tiles of the launch that writes `out`, a counter each
     if split is None:  # a program for each block where there are too few rows to fill the device
-        split = b * kv_heads * (r if tree else tiles) < 256
+        split = finishing < 256
     per_query = blocks if split else 1
-    if tree or split:
-        tops = torch.empty(n * heads, per_query, dtype=torch.float32, device=q.device)
-        masses, mixes = torch.empty_like(tops), tops.new_empty(n * heads, per_query, d)
-    else:
-        tops = masses = mixes = out
-    own_rows = max(16, triton.next_power_of_2(groups))
-    counters = b * kv_heads * (r if tree else tiles)
+    tops, masses, mixes = _shares(q, per_query) if tree or split else (out, out, out)
     if not split:
         arrived = position  # a pointer that is not used
-    elif arrived is None or arrived.numel() < counters:
-        arrived = torch.zeros(counters, dtype=torch.int32, device=q.device)
+    elif arrived is None or arrived.numel() < finishing:
+        arrived = torch.zeros(finishing, dtype=torch.int32, device=q.device)
 
-    def run(part: int, tiles: int, rows: int, splits: int) -> None:
-        _attend[(b * kv_heads * tiles, splits if split else 1)](
+    def run(part: int, slot_tiles: int, tile_rows: int, splits: int) -> None:
+        _attend[(b * kv_heads * slot_tiles, splits if split else 1)](
             q, pool, out, tops, masses, mixes, arrived, position, first,
             ancestors, page_table, d**-0.5, q.stride(0), pool.stride(0), pool.stride(1), pool.stride(2),
-            tiles, r, page_table.shape[1], size, ancestors.shape[-1], per_query, kv_heads, d,
-            G=groups, ROWS=rows, WIDTH=width, BLOCK=BLOCK, PART=part, SPLIT=split,
-            num_warps=8 if rows >= 128 else 4, num_stages=2, enable_fp_fusion=False,
+            slot_tiles, r, page_table.shape[1], size, ancestors.shape[-1], per_query, kv_heads, d,
+            G=groups, ROWS=tile_rows, WIDTH=triton.next_power_of_2(d), BLOCK=BLOCK, PART=part, SPLIT=split,
+            num_warps=8 if tile_rows >= 128 else 4, num_stages=2, enable_fp_fusion=False,
         )  # fmt: skip
 
     most = min(blocks, max(1, 1024 // (b * kv_heads * tiles)))
     if tree:
+        own_rows = max(16, triton.next_power_of_2(groups))
         run(SHARED.value, tiles, rows, most)
         run(OWN.value, r, own_rows, triton.cdiv(BLOCK - 1 + ancestors.shape[-1], BLOCK))
     else:
         run(ALL.value, tiles, rows, most)
     return out
+
+
+def _tile_rows(q: Tensor, queries: int) -> int:
+    """Rows of a tile for so many queries of a slot and KV head: what fits the registers, and no fewer than a dot's."""
+    most = 16 if q.dtype == torch.float32 else 128 if triton.next_power_of_2(q.shape[2]) <= 128 else 64
+    return min(most, max(16, triton.next_power_of_2(queries)))
+
+
+def _shares(q: Tensor, per_query: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where shares of q [n, H, D] are kept: tops and masses [n * H, per_query], mixes [n * H, per_query, D], fp32."""
+    n, heads, d = q.shape
+    tops = torch.empty(n * heads, per_query, dtype=torch.float32, device=q.device)
+    return tops, torch.empty_like(tops), tops.new_empty(n * heads, per_query, d)

@@ -9,17 +9,22 @@ Shapes: n rows, K/N the inner and outer width of a matrix.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 ROW_BLOCK = 4  # fewer rows than this take other kernels (gemv) with other bits
+LANES = 64  # fp32 values of a CPU's widest vectors, unrolled loops included
+KV_BLOCK = 64  # positions per block of a sum over keys, here and in attend.py; page sizes divide it
+BMMS = ("whole", "tiles", "ordered")  # how `attention` multiplies, the fastest first
 
 
 def pick_gemm(dtype: torch.dtype = torch.float32) -> str:
     """Name the fastest GEMM of this machine that is row-invariant in a short test.
 
-    Returns: "onednn", "blocked" or, if neither holds here, raises RuntimeError.
+    Returns: "onednn" or "blocked".
+    Errors: RuntimeError if neither holds here.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(72, 1536, generator=generator).to(dtype)
@@ -79,11 +84,11 @@ class _Linear(torch.autograd.Function):
         return _product(x, w, gemm)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def, override]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, w = ctx.saved_tensors
         return grad @ w, grad.t() @ x, None
 
@@ -129,9 +134,6 @@ def log_sum_exp(x: Tensor) -> Tensor:
     return top + torch.log(weights.sum(-1))[:n]
 
 
-LANES = 64  # fp32 values of a CPU's widest vectors, unrolled loops included
-
-
 def _whole(x: Tensor) -> Tensor:
     """x [..., N] with N padded to whole vectors: what is left over of the last one takes scalar code, to other bits."""
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % LANES))
@@ -172,10 +174,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-KV_BLOCK = 64  # positions per block of the contraction over keys; page sizes divide it
-BMMS = ("whole", "tiles", "ordered")  # how `attention` multiplies, the fastest first
 
 
 def pick_bmm(dtype: torch.dtype = torch.float32) -> str:

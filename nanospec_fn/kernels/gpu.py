@@ -33,7 +33,7 @@ class _Kernel(torch.autograd.Function):
         ctx.save_for_backward(*inputs[3:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         n = len(ctx.saved_tensors) - ctx.constants
         fixed = ctx.saved_tensors[n:]
         pull = torch.func.vjp(lambda *inputs: ctx.reference(*inputs, *fixed), *ctx.saved_tensors[:n])[1]
@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, w = ctx.saved_tensors
         grad = grad.to(x.dtype)
         return grad @ w, grad.t() @ x, None

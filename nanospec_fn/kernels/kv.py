@@ -18,6 +18,7 @@ def _store_kv(
     k, v, pool, store, position, table, k_stride, v_stride, pool_page, pool_half,
     R, M, S, KD, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """Programs: rows. KD: values of a row's keys; a dead row, at position -1, is stored nowhere."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(position + row) >= 0:
         at = tl.load(store + row)
@@ -44,7 +45,7 @@ def write(pool: Tensor, k: Tensor, v: Tensor, store: Tensor, position: Tensor, p
 @triton.jit
 def _turn_and_store(
     qkv, cos, sin, q, arrived, pool, store, position, table, pool_page, pool_half,
-    R, M, S, H, K, HALF, ZEROS, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ZERO: tl.constexpr,
+    R, M, S, H, K, HALF, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """Programs: (rows, blocks of heads). Heads of qkv are the row's queries, keys and values, in this order."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -71,7 +72,7 @@ def _turn_and_store(
         tl.store(pool + of[:, None] + i[None, :] + HALF, high, mask=kv)
     if tl.program_id(1) == 0:
         lane = tl.arange(0, ZERO)
-        tl.store(arrived + row * ZEROS + lane, lane * 0, mask=lane < ZEROS)
+        tl.store(arrived + row * K + lane, lane * 0, mask=lane < K)
 
 
 def turn_and_write(
@@ -91,7 +92,7 @@ def turn_and_write(
         block = min(8, triton.next_power_of_2(heads))
         _turn_and_store[(n, triton.cdiv(heads, block))](
             qkv, cos, sin, q, arrived, pool, store, position, page_table, pool.stride(0), pool.stride(1),
-            store.shape[1], page_table.shape[1], pool.shape[2], q.shape[1], kv_heads, d // 2, kv_heads,
+            store.shape[1], page_table.shape[1], pool.shape[2], q.shape[1], kv_heads, d // 2,
             WIDTH=triton.next_power_of_2(d // 2), BLOCK=block, ZERO=triton.next_power_of_2(kv_heads),
             num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
@@ -100,22 +101,9 @@ def turn_and_write(
 
 @triton.jit
 def _commit_kv(
-    pool,
-    table,
-    length,
-    path,
-    live,
-    layer,
-    pool_page,
-    pool_half,
-    B,
-    D,
-    M,
-    S,
-    KD,
-    WIDTH: tl.constexpr,
-    COLS: tl.constexpr,
-):
+    pool, table, length, path, live, layer, pool_page, pool_half,
+    B, D, M, S, KD, WIDTH: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     """Programs: (layers * B, halves, columns). All rows of a column block are read before the first is written."""
     slot, lane = (tl.program_id(0) % B).to(tl.int64), tl.arange(0, WIDTH)
     col = tl.program_id(2) * COLS + tl.arange(0, COLS)
@@ -137,6 +125,8 @@ def commit(pools: Sequence[Tensor], page_table: Tensor, length: Tensor, path: Te
     """See `pages.commit`, in place. Pools at equal distances, as `pages.init_pools` makes them, take one launch."""
     b, depth = path.shape
     _, _, size, kv_heads, d = pools[0].shape
+    # A kernel takes no list of pointers, but layers that lie a constant number of elements apart are the first one's
+    # pointer and that number. Whether they are one allocation does not matter: only the pools' own places are reached.
     places = [pool.data_ptr() // pool.element_size() for pool in pools]
     gaps = {after - before for before, after in itertools.pairwise(places)}
     groups = [(pools[0], len(pools), gaps.pop() if gaps else 0)] if len(gaps) <= 1 else [(x, 1, 0) for x in pools]

@@ -73,7 +73,8 @@ def test_a_rounds_evidence_is_near_the_canonical_one(model, kind):
 
 def test_logits_are_within_eight_ulps(model):
     """The stated tolerance, on the largest logit of each prompt's next token."""
-    from nanospec_fn import attention, model as llama, slots  # noqa: I001
+    from nanospec_fn import attention, slots
+    from nanospec_fn import model as llama
 
     logits = {}
     for attend in ("canonical", "flashinfer"):
