@@ -65,9 +65,12 @@ def present(path: Path) -> set[str]:
         whole = raw[: raw.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                keys.add(key(json.loads(line)))
-            except (ValueError, TypeError):
-                raise ValueError(f"{path}:{number}: not a row of bench.run") from None
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: not a row of bench.run")
+            keys.add(key(row))
         if whole != raw:
             files.write(path, whole)
     return keys

@@ -194,7 +194,9 @@ def rows(
             engines[name] = make[name]()
         if name == "nanospec" and plain is None and not args.no_check:
             # Plain decoding has the same bits at any batch size (docs/promises.md, G1): run it once, at the quickest.
+            print(f"plain decoding of {len(requests)} prompts, to compare with", file=sys.stderr)
             plain = make["plain"]().measure(requests, max(args.bs), args.max_tokens).outputs
+        print(f"measuring {name} {args.config}, batch size {bs}, run {run}", file=sys.stderr)
         measured = engines[name].measure(requests, bs, args.max_tokens)
         yield row | records.figures(measured, plain if name == "nanospec" else None)
 

@@ -58,7 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        rows = [row for path in args.files for row in read(path)]
+        found = [(path, row) for path in args.files for row in read(path)]
+        others = sorted({str(path) for path, row in found if not is_row(row)})
+        if others:
+            print(f"bench.table: left out, not of bench.run: {', '.join(others)}", file=sys.stderr)
+        rows = [row for _, row in found if is_row(row)]
         measured = [row for row in rows if "source" not in row and matches(row, args.only)]
         print(render(measured, [row for row in rows if "source" in row]), end="")
     except (ValueError, FileNotFoundError) as error:
@@ -66,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a file. Its last line may be torn, and is left out; other benchmarks' rows are not rows.
+def read(path: Path) -> list[Any]:
+    """What the lines of a file hold, other benchmarks' rows too. Its last line may be torn, and is left out.
 
     Errors: ValueError for any other line that is not a row, FileNotFoundError, each naming the file.
     """
@@ -77,19 +81,25 @@ def read(path: Path) -> list[Row]:
     lines = text.split("\n")
     found = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line) if line.strip() else {}
+            row = json.loads(line)
         except ValueError:
             if number < len(lines):
                 raise ValueError(f"{path}:{number}: not valid JSON") from None
             print(f"bench.table: {path}:{number}: torn, left out", file=sys.stderr)
             continue
-        if isinstance(row, dict) and {"engine", "config", "bs"} <= set(row):
-            absent = {*ONE, "tok_s"} - set(row) if "source" not in row else set()
-            if absent:
-                raise ValueError(f"{path}:{number}: a row without {sorted(absent)[0]!r}")
-            found.append(row)
+        absent = {*ONE, "tok_s"} - set(row) if is_row(row) and "source" not in row else set()
+        if absent:
+            raise ValueError(f"{path}:{number}: a row without {sorted(absent)[0]!r}")
+        found.append(row)
     return found
+
+
+def is_row(value: Any) -> bool:
+    """Whether a line's value is a row of bench.run, or one that is quoted in its form."""
+    return isinstance(value, dict) and {"engine", "config", "bs"} <= set(value)
 
 
 def matches(row: Row, only: Iterable[tuple[str, str]]) -> bool:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, chat, jsonl, kl_command, picture_command, replay, trace, view
+from nanospec_fn import arguments, chat, jsonl, kl_command, picture_command, replay, revision, trace, view
 from nanospec_fn.doctor import command as doctor
 from nanospec_fn.program import VARIANTS
 
@@ -23,6 +23,8 @@ COLOURS = tuple(f"\033[{code}m" for code in (32, 36, 34, 35, 33, 31))  # draft d
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line's parser; each command's `run` takes the parsed arguments."""
     parser = arguments.Parser(prog="python -m nanospec_fn", description="Study speculative decoding.")
+    version = revision.version("nanospec") or "not installed"
+    parser.add_argument("--version", action="version", version=version, help="print it and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=arguments.Parser)
     generate = commands.add_parser(
         "generate",

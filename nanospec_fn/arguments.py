@@ -4,6 +4,7 @@ An option that is wrong ends the program with exit code 2 and one line that name
 """
 
 import argparse
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -44,6 +45,16 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=Help, **kwargs)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse's own, but what a parser does not know is its error, told with the command's name."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            names = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+            alike = difflib.get_close_matches(unknown[0].partition("=")[0], names, n=1)
+            hint = f"; did you mean {alike[0]}?" if alike else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")

@@ -87,12 +87,33 @@ def test_present_rows_are_skipped_and_a_cut_off_row_is_measured_again(bench, tmp
     assert [(row["mean_accepted_len"], row["identical"], row["draft"]) for row in first] == [(1.0, True, "none")] * 2
     assert bench(*argv)[1] == []
     file = tmp_path / "out" / "nanospec-nospec.jsonl"
-    file.write_text(file.read_text()[:-30])
-    _, again, _ = bench(*argv)
-    assert [row["run"] for row in again] == [1]
+    for lost in (30, 1):  # part of a row, and its line's end alone
+        file.write_text(file.read_text()[:-lost])
+        _, again, _ = bench(*argv)
+        assert [row["run"] for row in again] == [1]
     assert [strict(line)["run"] for line in file.read_text().splitlines()] == [0, 1]
     assert len(bench(*argv[:-1], "3")[1]) == 1
     assert len(bench(*argv, "--gemm", "library")[1]) == 2
+
+
+@pytest.mark.parametrize("line", [b"{bad}\n", b"[1]\n", b'{"engine": "\xff"}\n', b'{"engine": "vllm"}\nno\n'])
+def test_a_damaged_result_file_is_refused(bench, tmp_path, line):
+    """Bugs: a traceback in place of the file's name; rows added behind what nobody can read."""
+    file = tmp_path / "out" / "nanospec-nospec.jsonl"
+    file.parent.mkdir()
+    file.write_bytes(line)
+    code, rows, err = bench("nanospec", "--bs", "1", *SMALL)
+    assert (code, rows) == (2, [])
+    assert f"nanospec-nospec.jsonl:{line.count(10)}: not a row of bench.run" in " ".join(err.split())
+    assert file.read_bytes() == line
+
+
+def test_a_prompt_that_does_not_fit_is_refused(bench, tmp_path):
+    """Bug: the engine's own words, in a traceback, after the prompts before it were measured."""
+    (tmp_path / "prompts.txt").write_text("a short one\n" + "a b " * 4000 + "\n")
+    code, rows, err = bench("nanospec", "--bs", "1", *SMALL)
+    assert (code, rows) == (2, [])
+    assert "argument --prompts: prompt 1 has" in err
 
 
 @pytest.mark.parametrize("gemm", ["onednn", "blocked"])

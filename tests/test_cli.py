@@ -1,5 +1,6 @@
 """`python -m nanospec_fn generate` on a tiny checkpoint: output, exit codes, and bad values refused before any load."""
 
+import importlib.metadata
 import io
 import json
 import os
@@ -407,3 +408,19 @@ def test_module_answers_with_smollm2(smollm2):
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "equal byte for byte" in done.stdout.splitlines()[-1]
+
+
+def test_an_option_of_another_spelling_is_told_the_right_one(capsys):
+    """Bug: the whole program's name in place of the command's, and no word of the option that is meant."""
+    with pytest.raises(SystemExit) as refused:
+        __main__.main(["generate", "x", "--spec-top-k", "4"])
+    assert refused.value.code == 2
+    said = "python -m nanospec_fn generate: error: unrecognized arguments: --spec-top-k 4; did you mean --spec-topk?"
+    assert capsys.readouterr().err.strip() == said
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == importlib.metadata.version("nanospec-fn")
