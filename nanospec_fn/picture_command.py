@@ -50,7 +50,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     found = read_trace(parser, args)
     if args.acceptance:
         tried = tally.trials(found, args.request)
-        title = f"{found.header.draft} draft, {shape(found)}: acceptance of {len(tried)} tokens"
+        title = f"{view.printable(str(found.header.draft))} draft, {shape(found)}: acceptance of {len(tried)} tokens"
         panels = dict(zip(PANELS, (tally.by_depth(tried), tally.by_place(tried)), strict=True))
         if args.out is None:
             print("\n\n".join([title, *("\n".join(tally.lines(*panel)) for panel in panels.items())]))
@@ -60,7 +60,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         record = view.pick(found, args.request or 0, args.round)
         shown, tokenizer = view.of(found, record), read_tokenizer(parser, args.model)
         if args.out is None:
-            colour, encoding = view.coloured(sys.stdout), sys.stdout.encoding
+            colour, encoding = view.coloured(sys.stdout), sys.stdout.encoding or "ascii"
             print("\n".join([*view.lines(shown, tokenizer, colour, encoding), view.legend(shown)]))
             return 0
         drawn = picture.tree(shown, tokenizer)
@@ -87,7 +87,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 def check_out(parser: argparse.ArgumentParser, out: str, file: str) -> None:
     """Refuse a place that is none, or the trace's own."""
-    if not out or "\0" in out or Path(out).is_dir():
+    if not out or "\0" in out or os.path.isdir(out):
         parser.error(f"argument --out: {out!r} is no name of a file")
     if os.path.realpath(out) == os.path.realpath(file):
         parser.error(f"argument --out: {out} is the trace itself")

@@ -129,6 +129,11 @@ def percent(probability: float | None) -> str:
     return f"{probability:.0%}" if probability >= 0.005 or probability == 0 else "<1%"
 
 
+def printable(text: str) -> str:
+    """A file's own words, without what a terminal would obey or XML cannot hold."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
 def lines(view: View, tokenizer: Any, colour: bool, encoding: str = "utf-8") -> list[str]:
     """A tree as text: a line per node with both probabilities, `*` at accepted ones, `+` at the target's own token.
 

@@ -496,6 +496,24 @@ def test_a_file_without_what_is_asked_for_is_refused(tmp_path, capsys):
     assert not (tmp_path / "x.svg").exists()
 
 
+def test_a_files_own_words_do_no_harm(tmp_path, capsys):
+    """Bugs: a name in a trace that a terminal obeys, that is no XML, or that cannot be written."""
+    odd = write(tmp_path / "odd", header(draft="a\x1b[31m\ud800<b"))
+    assert __main__.main(["picture", odd, "--acceptance"]) == 0
+    assert "a\ufffd[31m\ufffd<b draft" in capsys.readouterr().out
+    assert __main__.main(["picture", odd, "--acceptance", "--out", str(tmp_path / "a.svg")]) == 0
+    ET.parse(tmp_path / "a.svg")
+
+
+def test_places_that_look_like_files(made, tmp_path, capsys):
+    """Bugs: a link to the trace that is not seen as one; a name that no file can have, in a traceback."""
+    link = tmp_path / "link"
+    link.symlink_to(made)
+    assert "is the trace itself" in refused(capsys, "picture", str(link), "--out", str(made))
+    assert __main__.main(["picture", made, "--out", str(tmp_path / ("x" * 300))]) == 1
+    assert "cannot be written: File name too long" in capsys.readouterr().err
+
+
 def test_a_torn_last_line_is_told_of_and_left_out(made, tmp_path, capsys):
     """Bug: a run that was killed is shown as if its last round had not been; or not at all."""
     lines = Path(made).read_bytes().splitlines(keepends=True)
