@@ -57,7 +57,7 @@ def sweep(name: str, n: int, ws: list[Tensor]) -> tuple[gemm.Tile, float, float]
             print("refused", tuple(tile), f"{type(error).__name__}: {error}"[:100], flush=True)
     library = size / milliseconds(graph(lambda: [torch.nn.functional.linear(x, w) for w in ws]), 5) / 1e9
     results.sort(reverse=True)
-    picked = gemm.pick_tile(n, ws[0].shape[0])
+    picked = gemm.pick_tile(n, ws[0].shape[0], x.dtype)
     now = next((rate for rate, tile in results if tile == picked), 0.0)
     leaders = ", ".join(f"{rate:.2f} TB/s {tuple(tile)}" for rate, tile in results[:3])
     print(f"{name} rows {n}: {leaders}; as picked {now:.2f}; cublas {library:.2f}; other bits: {wrong}", flush=True)
