@@ -126,8 +126,9 @@ def _means(figures: Sequence[Figures]) -> dict[str, float | None]:
 def lines(report: dict[str, Any]) -> list[str]:
     """The answer as text."""
     names = {
-        "expected": "accepted a round, expected",
-        "accepted": "accepted a round, by the recorded draws",
+        # The bonus token is left out here; the mean accepted length of `generate` counts it.
+        "expected": "drafted tokens accepted a round, expected",
+        "accepted": "drafted tokens accepted a round, by the recorded draws",
         "target_logp": "target log-prob a token",
         "behaviour_logp": "behaviour log-prob a token",
         "kl": "KL(pi || mu) a token",
@@ -138,8 +139,9 @@ def lines(report: dict[str, Any]) -> list[str]:
         value = report[which][name]
         return f"{value:.4f}" if value is not None else "infinite" if name == "kl" and report["rounds"] else "-"
 
-    width = max(10, len(report["change"]) + 2)
-    table = [f"{text:<40}{cell('recorded', n):>10}{cell('changed', n):>{width}}" for n, text in names.items()]
+    unit = "(log-probs and KL in nats)"
+    first, width = max(map(len, names.values())) + 2, max(10, len(report["change"]) + 2)
+    table = [f"{text:<{first}}{cell('recorded', n):>10}{cell('changed', n):>{width}}" for n, text in names.items()]
     unknown = [f"  request {o['request']} round {o['round']}" for o in report["not_in_record"]]
     ends = [
         f"  request {s['request']}: {s['exact_rounds']} of {s['rounds']} rounds"
@@ -149,7 +151,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     return [
         _title(report),
         "",
-        f"{'':<40}{'recorded':>10}{report['change']:>{width}}",
+        f"{unit:<{first}}{'recorded':>10}{report['change']:>{width}}",
         *table,
         "",
         f"{report['same']} rounds emit the same. Each round's answer is exact given its recorded prefix; as a sequence",

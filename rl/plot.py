@@ -153,8 +153,12 @@ def number(value: float, digits: int) -> str:
 
 
 def summary(run: Run) -> dict[str, str]:
-    """A run's line of the table, by column. "First" and "last" are means over END steps, the rest over the run."""
+    """A run's line of the table, by column. "First" and "last" are means over END steps, the rest over the run.
+
+    A cell is empty where the log has no such figure, "-" where the first and the last steps would share some.
+    """
     v = run.values
+    apart = len(run.steps) >= 2 * END
     weights = [w for w in v["w_max"] if not math.isnan(w)]
     return {
         "run": run.name,
@@ -163,8 +167,8 @@ def summary(run: Run) -> dict[str, str]:
         "correction": correction_of(run),
         "seed": str(run.options.get("seed", "")),
         "steps": str(len(run.steps)),
-        f"reward, first {END}": number(mean(v["reward"][:END]), 3),
-        f"reward, last {END}": number(mean(v["reward"][-END:]), 3),
+        f"reward, first {END}": number(mean(v["reward"][:END]), 3) if apart else "-",
+        f"reward, last {END}": number(mean(v["reward"][-END:]), 3) if apart else "-",
         f"solved, last {END}": number(mean(v["solved"][-END:]), 3),
         "accepted length": number(mean(v["accepted_len"]), 2),
         "tok/s": number(speed(run), 1),

@@ -1,6 +1,7 @@
 """The doctor names what was done to a good head, and accuses no head of what was not done to it."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -60,6 +61,26 @@ def test_a_good_head_is_healthy(target, head):
     assert sum(n for _, n, _ in report.by_position) == sum(len(one.accepted) for one in out)
     assert report.accepted_length > ns.mean_accepted_len(out)  # which takes cut rounds for missed ones
     assert report.rounds >= sum(len(one.accepted) - 1 for one in out)
+
+
+def test_a_bar_moves_over_every_way(target_folder, head, capsys, tmp_path):
+    """Catches: a minute without a sign of life behind the completions' bar; a bar under --json."""
+    (tmp_path / "prompts.txt").write_text("\n".join(doctored.split()[1][:3]))
+    argv = ["doctor", "--model", str(target_folder), "--draft", f"eagle:{head}", "--device", "cpu"]
+    argv += ["--prompts", str(tmp_path / "prompts.txt"), "--max-tokens", "24"]
+    main([*argv, "--json"])
+    out, err = capsys.readouterr()
+    assert err == ""
+    report = json.loads(out)
+    far = sum(t["how"].endswith(", far apart") for t in report["trials"])
+    ways = len(report["trials"]) - far
+    main(argv)
+    _, err = capsys.readouterr()
+    bars = {name: int(total) for name, total in re.findall(r"([a-z ]+): 100%[^\r\n]* (\d+)/\2 \[", err)}
+    # The head as it is is run too, beside the ways and beside its inputs from elsewhere.
+    expected = {"target": 2, "ways": 1 + ways, "inputs": 1 + len(report["controls"])}
+    assert bars == expected | ({"far apart": 1 + far} if far else {})
+    assert ways > 1
 
 
 DAMAGES = doctored.damages() | {"another residual": ("residual_norm", doctored.norm_residual)}

@@ -125,6 +125,13 @@ def test_table_is_right(tmp_path, capsys):
     assert (cells[0]["steps"], cells[1]["steps"]) == ("20", "1")
 
 
+def test_ends_that_share_steps_are_not_compared(tmp_path):
+    """Catches: the same steps shown as a run's first and as its last, as if nothing had been learned."""
+    for n, first, last in ((9, "-", "-"), (10, "0.020", "0.070")):
+        line = plot.summary(plot.read(write(tmp_path / str(n), rows(n))))
+        assert (line["steps"], line["reward, first 5"], line["reward, last 5"]) == (str(n), first, last)
+
+
 def drawn(runs: list[Path]) -> list[plot.Run]:
     return [plot.read(path) for path in runs]
 

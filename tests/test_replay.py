@@ -336,6 +336,20 @@ def test_a_counterfactual_that_changes_nothing_changes_nothing(found, capsys):
     assert json.loads(out)["changed"]["kl"] is None
 
 
+def test_the_table_counts_drafted_tokens_and_names_its_unit(found, capsys):
+    """Bug: a count without the bonus token under a name that reads like `generate`'s, which has it; bare log-probs."""
+    code, out, _ = run(capsys, "replay", str(found[2]), "--spec-topk", "1")
+    assert code == 0
+    _, (heading, *table), *_ = (part.splitlines() for part in out.split("\n\n"))
+    assert "nats" in heading
+    edge = heading.index("recorded") + len("recorded")
+    assert all(line[:edge] == line[:edge].rstrip() for line in table)  # the figures end below their heading
+    by_name = {name.strip(): value for name, value in (line[:edge].rsplit(maxsplit=1) for line in table)}
+    drafted = [sum(depth > 0 for depth in r.origin) for r in found[3].rounds if not r.prefill]
+    mean = f"{sum(drafted) / len(drafted):.4f}"
+    assert by_name["drafted tokens accepted a round, by the recorded draws"] == mean
+
+
 def test_what_a_trace_cannot_answer_is_refused_by_name(tmp_path, capsys):
     """Bug: a number for a question that has no answer."""
     record(tmp_path / "greedy", asked=[ns.Sampling(max_tokens=5)] * 3)

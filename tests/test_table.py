@@ -159,10 +159,14 @@ def test_a_torn_last_line_is_left_out_and_any_other_named(call, tmp_path):
 
 
 def test_other_benchmarks_rows_are_no_rows(call, tmp_path):
-    """Bug: `bench/results/*.jsonl` fails over a file of bench.roofline's or bench.acceptance's."""
+    """Bugs: `bench/results/*.jsonl` fails over a file of bench.roofline's or bench.acceptance's; it drops out without
+    a word, or with a word for each of its rows."""
     file = write(tmp_path / "roofline-x.jsonl", {"phase": "draft", "ms": 1.0, "gpu": "other"}, [1])
     assert call(file)[0] == 2  # nothing at all
-    assert call(file, write(tmp_path / "a.jsonl", row()))[0] == 0
+    mine, other = write(tmp_path / "a.jsonl", row()), write(tmp_path / "acceptance.jsonl", {"model": "M"})
+    code, _, err = call(file, mine, other)
+    assert (code, err) == (0, f"bench.table: left out, not of bench.run: {other}, {file}\n")
+    assert call(mine)[::2] == (0, "")
 
 
 def test_quoted_figures_are_labelled_and_enter_no_ratio(call, tmp_path):
@@ -180,8 +184,10 @@ def test_quoted_figures_are_labelled_and_enter_no_ratio(call, tmp_path):
 
 
 def test_the_repositorys_own_results_make_a_table(call):
-    code, out, err = call(*sorted(RESULTS.glob("*.jsonl")))
-    assert (code, err) == (0, "")
+    files = sorted(RESULTS.glob("*.jsonl"))
+    code, out, err = call(*files)
+    others = [str(file) for file in files if '"engine"' not in file.read_text()]
+    assert (code, err) == (0, f"bench.table: left out, not of bench.run: {', '.join(others)}\n")
     assert "quoted [1]" in out
     for line in (RESULTS / "quoted.jsonl").read_text().splitlines():
         quoted = json.loads(line)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 import nanospec_fn as ns
 from nanospec_fn import chat, checkpoint, draft_model
@@ -165,10 +166,10 @@ def judge_head(report: Report, given: Case, case: Case, path: str) -> Report:
         lost = ", ".join(zeros)
         return report.blames("zero_weights", f"nothing but zeros in {lost}: what should pass there is lost")
     layers = {tap + by for tap in subject.cfg.taps for by in (-1, 0, 1)} & set(range(target.cfg.num_layers + 1))
-    said = (case.encoded(), [one.tokens for one in out])
-    view = examine.observe(target, sorted(layers), *said)
+    longest = min(examine.LONG, target.cfg.max_context, subject.cfg.max_context)
+    view, far = views(case, out, sorted(layers), longest)
     if not sound:
-        report, subject = choose_map(report, file, ways, subject, target, view)
+        report, subject = choose_map(report, file, ways, subject, case, view)
         report, _ = measure(report, given, case, as_draft(subject))
     marks = examine.rehearse(subject, target, view)
     if report.accepted_length is not None:
@@ -180,12 +181,21 @@ def judge_head(report: Report, given: Case, case: Case, path: str) -> Report:
     report = report.saw("coverage", f"{examine.coverage(marks):.1%} of the target's tokens are in the map")
     if head_file.is_identity(subject.params.target_id) and not file.full:
         report, subject = judge_identity(report, subject, target, view, marks, sound)
-    longest = min(examine.LONG, target.cfg.max_context, subject.cfg.max_context)
-    far = examine.pack(target, sorted(layers), *said, longest)
-    report = search(report, subject, target, view, far, ways if sound else {})
+    report = search(report, subject, case, view, far, ways if sound else {})
     if report.damages:
         return report
-    return heard(report, examine.listening(subject, target, view))
+    return heard(report, examine.listening(subject, target, view, case.progress))
+
+
+def views(case: Case, out: list[ns.Completion], layers: list[int], longest: int) -> tuple[View, View | None]:
+    """What the target makes of its completions, each by itself, and one after another in at most `longest` tokens."""
+    said = (case.encoded(), [one.tokens for one in out])
+    with tqdm(total=2, desc="target", unit="run", disable=not case.progress) as bar:
+        view = examine.observe(case.target, layers, *said)
+        bar.update()
+        far = examine.pack(case.target, layers, *said, longest)
+        bar.update()
+    return view, far
 
 
 def as_draft(subject: Subject) -> ns.Draft:
@@ -237,11 +247,12 @@ def heard(report: Report, inputs: Mapping[str, Comparison]) -> Report:
 
 
 def choose_map(
-    report: Report, file: HeadFile, ways: dict[str, torch.Tensor], subject: Subject, target: ns.Model, view: View
+    report: Report, file: HeadFile, ways: dict[str, torch.Tensor], subject: Subject, case: Case, view: View
 ) -> tuple[Report, Subject]:
     """Which reading of a map that the loader refuses is accepted furthest."""
-    subjects = {way: examine.with_map(subject, target, ids.to(view.tokens.device)) for way, ids in ways.items()}
-    marks = {way: examine.rehearse(s, target, view) for way, s in subjects.items()}
+    subjects = {way: examine.with_map(subject, case.target, ids.to(view.tokens.device)) for way, ids in ways.items()}
+    runs = examine.watched(list(subjects.items()), "maps", case.progress)
+    marks = {way: examine.rehearse(s, case.target, view) for way, s in runs}
     lengths = {way: examine.accepted_length(m, view) for way, m in marks.items()}
     best = max(lengths, key=lambda way: lengths[way])
     drafted = {way: examine.certain(m, m.hit) for way, m in marks.items()}
@@ -285,14 +296,17 @@ def judge_identity(
 
 
 def search(
-    report: Report, subject: Subject, target: ns.Model, view: View, far: View | None, ways: dict[str, torch.Tensor]
+    report: Report, subject: Subject, case: Case, view: View, far: View | None, ways: dict[str, torch.Tensor]
 ) -> Report:
     """Try every repair, apply the best that helps, and look again. `far`: the completions one after another."""
     for turn in range(TOGETHER):
-        tried = trials([*repairs.every(subject, target), *repairs.maps(subject, target, ways)], subject, target, view)
+        every = [*repairs.every(subject, case.target), *repairs.maps(subject, case.target, ways)]
+        tried = trials(every, subject, case, view, "ways")
         if far:  # what is worse nearby is not tried there
             again = [r for r, found in tried if r.far and found.other >= found.given * (1 - LIFT)]
-            tried += [(replace(r, how=f"{r.how}, far apart"), c) for r, c in trials(again, subject, target, far)]
+            tried += [
+                (replace(r, how=f"{r.how}, far apart"), c) for r, c in trials(again, subject, case, far, "far apart")
+            ]
         if turn == 0:
             report = replace(report, trials=(*report.trials, *(Trial(r.damage, r.how, c) for r, c in tried)))
         better = [(repair, found) for repair, found in tried if helps(found, 0.0 if repair.likely else LIFT)]
@@ -308,10 +322,17 @@ def search(
     return report
 
 
-def trials(ways: Sequence[Repair], subject: Subject, target: ns.Model, view: View) -> list[tuple[Repair, Comparison]]:
-    """Each way beside the head as it is; ways that need layers which were not kept are left out."""
+def trials(
+    ways: Sequence[Repair], subject: Subject, case: Case, view: View, what: str
+) -> list[tuple[Repair, Comparison]]:
+    """Each way beside the head as it is; ways that need layers which were not kept are left out.
+
+    Args: what: the name of the bar on stderr.
+    """
     ways = [way for way in ways if set(way.subject.cfg.taps) <= set(view.streams)]
     if not ways:
         return []
-    given = examine.rehearse(subject, target, view)
-    return [(way, examine.compare(given, examine.rehearse(way.subject, target, view), view)) for way in ways]
+    subjects = examine.watched([subject, *(way.subject for way in ways)], what, case.progress)
+    runs = (examine.rehearse(s, case.target, view) for s in subjects)
+    given = next(runs)
+    return [(way, examine.compare(given, marks, view)) for way, marks in zip(ways, runs, strict=True)]

@@ -8,11 +8,13 @@ Shapes: B sequences, T tokens, M response tokens, D depth, E hidden, V target vo
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from nanospec_fn import eagle, kernels, model, rehearsal, struct
 from nanospec_fn.doctor import rounds
@@ -21,6 +23,7 @@ from nanospec_fn.model import Model
 DEPTH = 5  # drafted tokens from each position
 LONG = 640  # tokens of completions that are looked at one after another
 CHUNK = 2048  # rows whose logits are in memory at once
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,12 +192,18 @@ def elsewhere(view: View, x: Tensor) -> Tensor:
     return moved
 
 
-def listening(subject: Subject, target: Model, view: View) -> dict[str, Comparison]:
+def watched(items: Sequence[T], what: str, progress: bool) -> Iterable[T]:
+    """The same items, each a run along the completions; a bar on stderr counts them, for a run takes seconds."""
+    return tqdm(items, desc=what, unit="run", disable=not progress)
+
+
+def listening(subject: Subject, target: Model, view: View, progress: bool = False) -> dict[str, Comparison]:
     """Each input of a head -> its drafting with that input from elsewhere (given) against with its own (other)."""
-    own = rehearse(subject, target, view)
     streams = {layer: elsewhere(view, x) for layer, x in view.streams.items()}
     heard = {"features": replace(view, streams=streams), "tokens": replace(view, tokens=elsewhere(view, view.tokens))}
-    return {name: compare(rehearse(subject, target, view, heard=h), own, view) for name, h in heard.items()}
+    runs = (rehearse(subject, target, view, heard=h) for h in watched((None, *heard.values()), "inputs", progress))
+    own = next(runs)
+    return {name: compare(marks, own, view) for name, marks in zip(heard, runs, strict=True)}
 
 
 def attending(draft: model.Params, cfg: model.Config, view: View) -> Comparison:
