@@ -100,12 +100,7 @@ class GrpoConfig:
 
     def validate(self) -> None:
         """Refuse what the fields alone show to be wrong. Errors: ValueError that begins with the field."""
-        limits.check_types(self)
-        limits.check_names(self, NAMES)
-        limits.check_whole(self, WHOLE)
-        limits.check_real(self, REAL)
-        if not self.model:
-            raise ValueError("model is empty")
+        limits.check(self, NAMES, WHOLE, REAL)
         kind, _, source = self.draft.partition(":")
         if self.draft not in DRAFTS and not (kind in ("eagle", "model") and source):
             raise ValueError(f"draft must be one of {', '.join(DRAFTS)}, eagle:X, model:X, got {self.draft!r}")

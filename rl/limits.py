@@ -9,6 +9,21 @@ from typing import Any
 MOST = 2**31 - 1
 
 
+def check(
+    config: Any,
+    names: Mapping[str, Collection[str]],
+    whole: Mapping[str, int],
+    real: Mapping[str, tuple[float, float, bool]],
+) -> None:
+    """What each field alone shows to be wrong, and a model without a name."""
+    check_types(config)
+    check_names(config, names)
+    check_whole(config, whole)
+    check_real(config, real)
+    if not config.model:
+        raise ValueError("model is empty")
+
+
 def check_types(config: Any) -> None:
     """Every field of a dataclass holds what its annotation says; True is no number, an int does for a float."""
     for name, kind in typing.get_type_hints(type(config)).items():

@@ -79,12 +79,7 @@ class TrainConfig:
 
     def validate(self) -> None:
         """Refuse what the fields alone show to be wrong. Errors: ValueError that begins with the field."""
-        limits.check_types(self)
-        limits.check_names(self, NAMES)
-        limits.check_whole(self, WHOLE)
-        limits.check_real(self, REAL)
-        if not self.model:
-            raise ValueError("model is empty")
+        limits.check(self, NAMES, WHOLE, REAL)
         with limits.renamed({"max_slots": "slots"}):
             ns.EngineConfig(max_slots=self.slots).validate()
         if not self.temperatures or not all(0 <= t <= HOTTEST for t in self.temperatures):

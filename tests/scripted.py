@@ -148,7 +148,7 @@ def watch(engine: ns.Engine) -> ns.Engine:
         assert pages.check(engine.state.pages, engine.state.slots.page_table) == ""
         return result
 
-    engine.run = checked  # type: ignore[method-assign]
+    engine.run = checked
     return engine
 
 

@@ -259,8 +259,11 @@ def refused(name: str, **arguments: Any) -> None:
 
 @pytest.mark.parametrize("name, value", cases(BAD_SAMPLING))
 def test_c20_sampling(name, value):
-    """Every field is checked, with its own name, with and without speculation; `refused` has the assertions."""
+    """Every field is checked, with its own name, with and without speculation, and by a program of one's own."""
     refused(name, sampling=ns.Sampling(**{name: value}))
+    program = ns.build(target(), engine=ns.EngineConfig(max_slots=1, num_pages=4))
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        program.insert(program.init(), 0, prompt(3), ns.Sampling(**{name: value}))
     refused(name, sampling=[ns.Sampling(**{name: value})], draft=ns.load_draft("ngram", target()))
 
 

@@ -182,7 +182,7 @@ def peak(engine: Engine) -> list[int]:
         seen.append(engine.program.pool.num_pages - int(engine.state.pages.num_free))
         return result
 
-    engine.run = watched  # type: ignore[method-assign]
+    engine.run = watched
     return seen
 
 

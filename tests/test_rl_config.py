@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nanospec_fn as ns
-from rl import grpo, grpo_options, rollouts, train_eagle, train_options
+from rl import grpo, grpo_config, grpo_options, rollouts, train_eagle, train_options
 from rl.grpo_config import GrpoConfig
 from rl.ranks import Ranks
 from rl.train_config import TrainConfig
@@ -170,8 +170,12 @@ def test_a_field_of_another_type_is_refused_by_its_name(config, field, tmp_path)
 
 def test_whole_numbers_do_for_reals(tmp_path):
     """Catches: lr=1, which means 1.0, taken for an error."""
-    GrpoConfig(tmp_path, temperature=1, kl_beta=0).validate()
-    TrainConfig(tmp_path, clip=2, temperatures=(0, 1)).validate()
+    config = GrpoConfig(tmp_path, temperature=1, kl_beta=0)
+    config.validate()
+    assert (grpo_config.sampling(config).temperature, grpo_config.recipe(config).kl_beta) == (1.0, 0.0)
+    training = TrainConfig(tmp_path, clip=2, temperatures=(0, 1))
+    training.validate()
+    assert (training.clip, training.temperatures) == (2.0, (0.0, 1.0))
 
 
 RELAXED = {"draft": "frozen", "acceptance": "relaxed"}
@@ -213,8 +217,7 @@ def test_python_and_the_command_line_take_the_same_numbers(config, field, tmp_pa
             python = False
         assert shell == python, (field.name, text, capsys.readouterr().err)
         taken.append(python)
-    assert True in taken
-    assert False in taken
+    assert {*taken} == {True, False}, "values of one kind alone were tried"
 
 
 def test_a_given_option_is_known_by_being_given(capsys):

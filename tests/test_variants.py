@@ -330,7 +330,7 @@ def test_any_choice_gives_the_bytes_of_plain_decoding(name, spec, choices, jobs,
     engine = watch(ns.prepare(model, draft, config, spec))
     engine.behind = behind
     dice = itertools.cycle(choices)
-    engine.pick = lambda lossy, bucket: next(dice) % len(engine.shapes)  # type: ignore[method-assign]
+    engine.pick = lambda lossy, bucket: next(dice) % len(engine.shapes)
     got = ns.generate(model, starts, sampling, engine=engine)
     for start, request, one in zip(starts, sampling, got, strict=True):
         want = reference.reference(model, tuple(start), request)
@@ -392,7 +392,7 @@ def test_the_draft_keeps_up_through_plain_rounds(choices, jobs, max_slots, spare
     engine = watch(ns.prepare(model, ns.load_draft("frozen", model), config, spec))
     engine.behind = behind
     dice = itertools.cycle(choices)
-    engine.pick = lambda lossy, bucket: next(dice)  # type: ignore[method-assign]
+    engine.pick = lambda lossy, bucket: next(dice)
     run, lacking = engine.run, []
 
     def checked(*args: Any) -> Any:
@@ -400,7 +400,7 @@ def test_the_draft_keeps_up_through_plain_rounds(choices, jobs, max_slots, spare
         lacking.extend(behind_target(engine.state, 4))
         return report
 
-    engine.run = checked  # type: ignore[method-assign]
+    engine.run = checked
     starts = [list(reference.prompt(length, seed)) for length, _, seed in jobs]
     ns.generate(model, starts, [ns.Sampling(max_tokens=n, ignore_eos=True) for _, n, _ in jobs], engine=engine)
     assert not lacking

@@ -9,9 +9,6 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-
 import nanospec_fn as ns
 from nanospec_fn import engine as host
 from nanospec_fn import struct

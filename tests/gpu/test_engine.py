@@ -7,9 +7,6 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-
 import nanospec_fn as ns
 from nanospec_fn import draft, struct
 from tests.gpu.shapes import LLAMA_8B, TINY, near_copy, random_model

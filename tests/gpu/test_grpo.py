@@ -10,9 +10,6 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-
 import nanospec_fn as ns
 from nanospec_fn.struct import bytes_equal
 from rl import grpo, grpo_options, policy, run_files, tasks

@@ -6,9 +6,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-
 from nanospec_fn.kernels import gemm, gpu, rows
 from tests.gpu.compare import relative_error, same_bits
 from tests.gpu.shapes import GEMMS, noise

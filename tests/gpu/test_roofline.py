@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-
 import nanospec_fn as ns
 from bench import rounds
 from tests.gpu.shapes import TINY, near_copy, random_model

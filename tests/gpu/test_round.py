@@ -4,9 +4,6 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-
 from nanospec_fn import acceptance, attention, draft, draft_model, pages, sampling, slots, struct, trees
 from nanospec_fn.struct import put, put_, replace
 from tests.rounds import REQUESTS, SIZE, candidates, random_tree, some_slots, some_verdict

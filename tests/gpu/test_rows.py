@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-
 from nanospec_fn.kernels import kv, rows, vocab
 from tests.gpu.compare import relative_error, same_bits
 from tests.gpu.shapes import noise

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-
 from nanospec_fn.kernels import attend, kv, rows
 from tests.gpu.compare import same_bits
 from tests.gpu.shapes import noise
