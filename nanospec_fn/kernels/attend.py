@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanospec_fn.kernels import cpu
+from nanospec_fn.kernels.dependent import dependent, enter
 
 BLOCK = cpu.KV_BLOCK  # positions; page sizes divide it
 # Which blocks: all; those that the rows of a slot share; those that each row has for itself.
@@ -59,13 +60,14 @@ def _attend(
     q, pool, out, tops, masses, mixes, arrived, position, base, path, table,
     scale, q_row, pool_page, pool_half, pool_slot, TILES, R, M, S, J, NB, K, D,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr, SPLIT: tl.constexpr,
+    PART: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Programs: (B * K * TILES, splits). A tile is ROWS of a slot's R * G query rows, or one row's G for OWN.
 
     PART: ALL, SHARED or OWN. SPLIT: store every block's share by itself; the last program of a tile to come here folds
     them all, in order.
     """
+    enter(DEPENDENT)
     tile, pair = tl.program_id(0) % TILES, tl.program_id(0) // TILES
     slot, head = pair // K, pair % K
     pages = table + slot.to(tl.int64) * M
@@ -183,11 +185,11 @@ def attend(
     if not n:
         return out
     blocks = triton.cdiv(page_table.shape[1] * size, BLOCK)
-    rows = rows or _tile_rows(q, r * groups)
+    if split is None:  # a program for each block where there are too few rows to fill the device
+        split = b * kv_heads * (r if tree else triton.cdiv(r * groups, 16)) < 256
+    rows = rows or _tile_rows(q, r * groups, split)
     tiles = triton.cdiv(r * groups, rows)
     finishing = b * kv_heads * (r if tree else tiles)  # tiles of the launch that writes `out`, a counter each
-    if split is None:  # a program for each block where there are too few rows to fill the device
-        split = finishing < 256
     per_query = blocks if split else 1
     tops, masses, mixes = _shares(q, per_query) if tree or split else (out, out, out)
     if not split:
@@ -201,7 +203,8 @@ def attend(
             ancestors, page_table, d**-0.5, q.stride(0), pool.stride(0), pool.stride(1), pool.stride(2),
             slot_tiles, r, page_table.shape[1], size, ancestors.shape[-1], per_query, kv_heads, d,
             G=groups, ROWS=tile_rows, WIDTH=triton.next_power_of_2(d), BLOCK=BLOCK, PART=part, SPLIT=split,
-            num_warps=8 if tile_rows >= 128 else 4, num_stages=2, enable_fp_fusion=False,
+            num_warps=8 if tile_rows >= 128 else 2 if tile_rows == 16 and (tree or not split) else 4,
+            num_stages=2, enable_fp_fusion=False, **dependent(q.device),
         )  # fmt: skip
 
     most = min(blocks, max(1, 1024 // (b * kv_heads * tiles)))
@@ -214,9 +217,15 @@ def attend(
     return out
 
 
-def _tile_rows(q: Tensor, queries: int) -> int:
-    """Rows of a tile for so many queries of a slot and KV head: what fits the registers, and no fewer than a dot's."""
+def _tile_rows(q: Tensor, queries: int, split: bool) -> int:
+    """Rows of a tile for so many queries of a slot and KV head: what fits the registers, and no fewer than a dot's.
+
+    Small tiles for decoding's few queries, where a tile's time is that of its loads and more programs hide it.
+    Source: swept on an H200 (docs/performance.md).
+    """
     most = 16 if q.dtype == torch.float32 else 128 if triton.next_power_of_2(q.shape[2]) <= 128 else 64
+    if queries <= 128:
+        most = min(most, 16 if split else 32)
     return min(most, max(16, triton.next_power_of_2(queries)))
 
 

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanospec_fn.kernels.dependent import dependent, release, wait
+
 SMS = 132  # of an H100 and an H200
 
 
@@ -60,7 +62,7 @@ def _store(out, residual, acc, row, n, col, N, ADD: tl.constexpr, PAIR: tl.const
 def _few_rows(
     x, w, out, residual, n, N, K,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr,
-    PAIR: tl.constexpr,
+    PAIR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out^T = w @ x^T: the weights are the wide operand, so that few rows waste little of an instruction."""
     row_tiles = tl.cdiv(n, ROWS)  # neighbours share a tile of the weights
@@ -71,6 +73,7 @@ def _few_rows(
     x_at = x + row[None, :] * K + k[:, None]
     here = row[None, :] < n  # masked and not wrapped: a lone row read 16 times by every program is a hot spot
     acc = tl.zeros((COLS, ROWS), dtype=tl.float32)
+    wait(DEPENDENT)
     for start in range(0, K, DEPTH):
         if EVEN:
             a, b = tl.load(w_at), tl.load(x_at, mask=here, other=0)
@@ -80,6 +83,7 @@ def _few_rows(
         acc = tl.dot(a, b, acc, input_precision="ieee")
         w_at += DEPTH
         x_at += DEPTH
+    release(DEPENDENT)
     if PAIR:
         pairs = tl.permute(tl.reshape(acc, (COLS // 2, 2, ROWS)), (2, 0, 1))
         _store(out, residual, pairs, row, n, col_tile * (COLS // 2) + tl.arange(0, COLS // 2), N, ADD, PAIR)
@@ -113,7 +117,7 @@ def _store_wide(
 def _many_rows(
     x, w, out, residual, n, N, K,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr,
-    PAIR: tl.constexpr,
+    PAIR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out = x @ w^T in square-ish tiles."""
     row_tile, col_tile = _place(tl.program_id(0), tl.cdiv(n, ROWS), tl.cdiv(N, COLS // 2 if PAIR else COLS))
@@ -122,6 +126,7 @@ def _many_rows(
     x_at = x + (row % n)[:, None] * K + k[None, :]
     w_at = w + _column(col_tile, N, COLS, PAIR).to(tl.int64)[None, :] * K + k[:, None]
     acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    wait(DEPENDENT)
     for start in range(0, K, DEPTH):
         if EVEN:
             a, b = tl.load(x_at), tl.load(w_at)
@@ -131,6 +136,7 @@ def _many_rows(
         acc = tl.dot(a, b, acc, input_precision="ieee")
         x_at += DEPTH
         w_at += DEPTH
+    release(DEPENDENT)
     _store_wide(out, residual, acc, row_tile, col_tile, n, N, ROWS, COLS, ADD, PAIR)
 
 
@@ -138,6 +144,7 @@ def _many_rows(
 def _many_rows_copied(
     x, w, out, residual, n, N, K,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, ADD: tl.constexpr, PAIR: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`_many_rows` with both operands behind descriptors, for the copy engine; programs take tiles one after another.
 
@@ -145,6 +152,7 @@ def _many_rows_copied(
     [2, COLS / 2, DEPTH]. What is past an edge reads as zero, which adds nothing.
     """
     row_tiles, col_tiles = tl.cdiv(n, ROWS), tl.cdiv(N, COLS // 2 if PAIR else COLS)
+    wait(DEPENDENT)
     for tile in range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)):
         row_tile, col_tile = _place(tile, row_tiles, col_tiles)
         acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
@@ -158,6 +166,7 @@ def _many_rows_copied(
         if PAIR:
             acc = tl.reshape(tl.permute(tl.reshape(acc, (ROWS, 2, COLS // 2)), (0, 2, 1)), (ROWS, COLS))
         _store_wide(out, residual, acc, row_tile, col_tile, n, N, ROWS, COLS, ADD, PAIR)
+    release(DEPENDENT)
 
 
 def pick_tile(n: int, outer: int, dtype: torch.dtype) -> Tile:
@@ -179,7 +188,8 @@ def pick_tile(n: int, outer: int, dtype: torch.dtype) -> Tile:
     if n > 32 and many:
         return Tile(64, 128, 64, 8, 5)
     rows = 16 if n <= 16 else 32 if n <= 32 or narrow else 64
-    return Tile(rows, 64, 128, 4, 4 if many else 5)
+    # One program of a narrow product to a processor: the next product's then spread over all of them.
+    return Tile(rows, 64, 128, 4, 4 if many else 5 if rows == 64 else 7)
 
 
 def linear(
@@ -205,7 +215,7 @@ def linear(
     tile = tile or pick_tile(n, w.shape[0], x.dtype)
     tiles = triton.cdiv(n, tile.rows) * triton.cdiv(outer, tile.cols // 2 if gated else tile.cols)
     result = (out, out if residual is None else residual.contiguous(), n, outer, inner)
-    launch = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    launch = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False, **dependent(x.device)}
     shape = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "ADD": residual is not None, "PAIR": gated}
     if tile.copies == "tma" and inner * x.element_size() % 16 == 0:
         x_tiles = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanospec_fn.kernels.dependent import dependent, enter
+
 
 @triton.jit
 def _store_kv(
@@ -45,9 +47,10 @@ def write(pool: Tensor, k: Tensor, v: Tensor, store: Tensor, position: Tensor, p
 @triton.jit
 def _turn_and_store(
     qkv, cos, sin, q, arrived, pool, store, position, table, pool_page, pool_half,
-    R, M, S, H, K, HALF, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ZERO: tl.constexpr,
+    R, M, S, H, K, HALF, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ZERO: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Programs: (rows, blocks of heads). Heads of qkv are the row's queries, keys and values, in this order."""
+    enter(DEPENDENT)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, WIDTH)
     mask = (head[:, None] < H + 2 * K) & (i[None, :] < HALF)
@@ -94,7 +97,7 @@ def turn_and_write(
             qkv, cos, sin, q, arrived, pool, store, position, page_table, pool.stride(0), pool.stride(1),
             store.shape[1], page_table.shape[1], pool.shape[2], q.shape[1], kv_heads, d // 2,
             WIDTH=triton.next_power_of_2(d // 2), BLOCK=block, ZERO=triton.next_power_of_2(kv_heads),
-            num_warps=2, enable_fp_fusion=False,
+            num_warps=2, enable_fp_fusion=False, **dependent(qkv.device),
         )  # fmt: skip
     return q, arrived
 

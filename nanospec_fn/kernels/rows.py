@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanospec_fn.kernels.dependent import dependent, enter
+
 
 @triton.jit
 def _normed(x, weight, E, eps, dtype: tl.constexpr, WIDTH: tl.constexpr):
@@ -22,16 +24,18 @@ def _normed(x, weight, E, eps, dtype: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(x, weight, out, E, eps, WIDTH: tl.constexpr):
+def _rms_norm(x, weight, out, E, eps, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
+    enter(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     y = _normed(x + row * E, weight, E, eps, out.dtype.element_ty, WIDTH)
     tl.store(out + row * E + i, y, mask=i < E)
 
 
-def _norm_launch(e: int) -> dict[str, Any]:
+def _norm_launch(e: int, device: torch.device) -> dict[str, Any]:
     width = triton.next_power_of_2(e)
-    return {"WIDTH": width, "num_warps": min(16, max(1, width // 512)), "enable_fp_fusion": False}
+    warps = min(16, max(1, width // 512))
+    return {"WIDTH": width, "num_warps": warps, "enable_fp_fusion": False, **dependent(device)}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,12 +43,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     n, e = x.shape
     if n:
-        _rms_norm[(n,)](x, weight, out, e, eps, **_norm_launch(e))
+        _rms_norm[(n,)](x, weight, out, e, eps, **_norm_launch(e, x.device))
     return out
 
 
 @triton.jit
-def _embed_beside(table, token, table_weight, x, x_weight, out, E, eps, WIDTH: tl.constexpr):
+def _embed_beside(table, token, table_weight, x, x_weight, out, E, eps, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
+    enter(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     to = out + (row * 2 + tl.program_id(1)) * E + i
@@ -61,7 +66,8 @@ def embed_beside(table: Tensor, token: Tensor, table_weight: Tensor, x: Tensor, 
     n, e = x.shape
     out = torch.empty(n, 2 * e, dtype=x.dtype, device=x.device)
     if n:
-        _embed_beside[(n, 2)](table, token.contiguous(), table_weight, x, x_weight, out, e, eps, **_norm_launch(e))
+        launch = _norm_launch(e, x.device)
+        _embed_beside[(n, 2)](table, token.contiguous(), table_weight, x, x_weight, out, e, eps, **launch)
     return out
 
 
@@ -126,7 +132,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @triton.jit
-def _angles(position, freq, cos, sin, HALF, WIDTH: tl.constexpr):
+def _angles(position, freq, cos, sin, HALF, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
+    enter(DEPENDENT)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     phase = tl.load(position + row).to(tl.float32) * tl.load(freq + i, mask=i < HALF, other=0)
     tl.store(cos + row * HALF + i, tl.cos(phase), mask=i < HALF)
@@ -140,13 +147,14 @@ def angles(position: Tensor, freq: Tensor) -> tuple[Tensor, Tensor]:
     if n:
         _angles[(n,)](
             position.contiguous(), freq, cos, sin, half,
-            WIDTH=triton.next_power_of_2(half), num_warps=1, enable_fp_fusion=False,
+            WIDTH=triton.next_power_of_2(half), num_warps=1, enable_fp_fusion=False, **dependent(position.device),
         )  # fmt: skip
     return cos, sin
 
 
 @triton.jit
-def _rows_at(x, row, out, R, M, F, WIDTH: tl.constexpr):
+def _rows_at(x, row, out, R, M, F, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
+    enter(DEPENDENT)
     at, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     source = at // M * R + tl.load(row + at)
     tl.store(out + at * F + i, tl.load(x + source * F + i, mask=i < F), mask=i < F)
@@ -159,7 +167,8 @@ def rows_at(x: Tensor, row: Tensor) -> Tensor:
     m = row.shape[1]
     out = torch.empty(b, m, f, dtype=x.dtype, device=x.device)
     if out.numel():
-        _rows_at[(b * m, triton.cdiv(f, 1024))](x, row, out, r, m, f, WIDTH=1024, num_warps=4)
+        launch = {"WIDTH": 1024, "num_warps": 4, **dependent(x.device)}
+        _rows_at[(b * m, triton.cdiv(f, 1024))](x, row, out, r, m, f, **launch)
     return out
 
 

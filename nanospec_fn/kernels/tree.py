@@ -10,13 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanospec_fn.kernels.dependent import dependent, enter
+
 
 @triton.jit
 def _expand(
     old_token, old_parent, old_depth, old_logp, old_score, token, parent, depth, logp, score, new_token, new_logp,
     base, live, row_token, row_position, row_store, row_path, row_above,
     N, LEVEL, M, K, NODES: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    enter(DEPENDENT)
     slot = tl.program_id(0)
     low = (LEVEL - 1) * K
     lane = tl.arange(0, NODES)  # the other levels: as they were; before the first level there is nothing
@@ -98,7 +102,7 @@ def expand(
         _expand[(b,)](
             *old, *out, token.contiguous(), logp.contiguous(), *((base, live, *rows) if rows else unused),
             n, level, m, k, NODES=triton.next_power_of_2(n), CANDIDATES=triton.next_power_of_2(m * k),
-            ROWS=bool(rows), num_warps=4,
+            ROWS=bool(rows), num_warps=4, **dependent(token.device),
         )  # fmt: skip
     return out, rows
 

@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanospec_fn.kernels.dependent import dependent, enter
+
 SEGMENT = 4096  # vocabulary ids of a program
-TOP = 8192  # ids that `top` looks at at once
+TOP = 16384  # ids that `top` looks at at once
 
 
 @triton.jit
@@ -87,7 +89,8 @@ def log_sum_exp(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _top(x, names, values, ids, V, K, WIDTH: tl.constexpr, NAMED: tl.constexpr):
+def _top(x, names, values, ids, V, K, WIDTH: tl.constexpr, NAMED: tl.constexpr, DEPENDENT: tl.constexpr):
+    enter(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     best = tl.full((WIDTH,), -float("inf"), tl.float32)
@@ -130,6 +133,6 @@ def top(x: Tensor, k: int, names: Tensor | None = None) -> tuple[Tensor, Tensor]
         width = min(TOP, triton.next_power_of_2(v))
         _top[(n,)](
             x, ids if names is None else names, values, ids, v, k, WIDTH=width, NAMED=names is not None,
-            num_warps=max(1, width // 512), enable_fp_fusion=False,
+            num_warps=max(1, width // 512), enable_fp_fusion=False, **dependent(x.device),
         )  # fmt: skip
     return values, ids
