@@ -15,7 +15,7 @@ import torch
 
 import nanospec_fn as ns
 from bench import records, rounds, widen
-from nanospec_fn import arguments, jsonl, program, revision, struct
+from nanospec_fn import arguments, jsonl, program, revision
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -107,11 +107,15 @@ def measure(
 
 
 def unread(state: ns.State) -> ns.State:
-    """The state before its prompts were read: the pages stay reserved, the next step writes the same KV to them."""
+    """The state before its prompts were read: the pages stay reserved, the next step writes the same KV to them.
+
+    In place: a captured step is bound to the tensors that it was captured with.
+    """
     s = state.slots
-    zero = torch.zeros_like(s.length)
-    fresh = struct.replace(s, length=zero, unseen=zero, done=zero, total=s.prefill_to.clone())
-    return struct.replace(state, slots=fresh)
+    for x in (s.length, s.unseen, s.done):
+        x.zero_()
+    s.total.copy_(s.prefill_to)
+    return state
 
 
 def matrices(layer: Any) -> list[torch.Tensor]:

@@ -203,8 +203,7 @@ def attend(
             ancestors, page_table, d**-0.5, q.stride(0), pool.stride(0), pool.stride(1), pool.stride(2),
             slot_tiles, r, page_table.shape[1], size, ancestors.shape[-1], per_query, kv_heads, d,
             G=groups, ROWS=tile_rows, WIDTH=triton.next_power_of_2(d), BLOCK=BLOCK, PART=part, SPLIT=split,
-            num_warps=8 if tile_rows >= 128 else 2 if tile_rows == 16 and (tree or not split) else 4,
-            num_stages=2, enable_fp_fusion=False, **dependent(q.device),
+            **_launch(tile_rows, split and not tree), enable_fp_fusion=False, **dependent(q.device),
         )  # fmt: skip
 
     most = min(blocks, max(1, 1024 // (b * kv_heads * tiles)))
@@ -227,6 +226,11 @@ def _tile_rows(q: Tensor, queries: int, split: bool) -> int:
     if queries <= 128:
         most = min(most, 16 if split else 32)
     return min(most, max(16, triton.next_power_of_2(queries)))
+
+
+def _launch(rows: int, shared: bool) -> dict[str, int]:
+    """How a tile of so many rows runs; shared: its programs have one block each. Source: as for `_tile_rows`."""
+    return {"num_warps": 8 if rows >= 128 else 2 if rows == 16 and not shared else 4, "num_stages": 2}
 
 
 def _shares(q: Tensor, per_query: int) -> tuple[Tensor, Tensor, Tensor]:

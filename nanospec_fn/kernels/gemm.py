@@ -177,8 +177,6 @@ def pick_tile(n: int, outer: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:  # twice the bytes, and no tensor core: small tiles
         return Tile(16, 32, 32, 4, 2) if n <= 64 else Tile(64, 64, 32, 4, 2)
     narrow, many = outer <= 4096, outer >= 16384
-    if n > 1024:
-        return Tile(128, 256, 64, 8, 3)
     if n > 64:  # the copy engine, and one program an SM that stays
         if many:
             return Tile(128, 256, 64, 8, 4 if n <= 256 else 3, "tma", SMS)
