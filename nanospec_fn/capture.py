@@ -8,7 +8,7 @@ all; on CUDA the same call is captured once per key and replayed.
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,9 +98,10 @@ class Captured:
         self._step, self._lend, self._pool = step, lend, pool
         self._donate, self._pinned = tuple(donated), tuple(pinned)
         self._signature = _signature(step, donated)
-        self._graphs: dict[Any, Callable[[inspect.BoundArguments], Any]] = {}
-        self._last: dict[str, Any] = {}  # the arguments' parts of the newest key
-        self._known: dict[str, _Known] = {}  # pinned arguments, whose parts are made once
+        self._graphs: dict[tuple[int, ...], Callable[[inspect.BoundArguments, dict[str, _Seen]], Any]] = {}
+        self._numbers: dict[tuple[str, _Part], int] = {}  # short names of an argument's part of a key
+        self._last: dict[str, _Part] = {}  # the arguments' parts of the newest capture
+        self._known: dict[str, _Seen] = {}  # arguments that come again as they are: weights, and states handed out
 
     @property
     def captures(self) -> int:
@@ -108,18 +109,18 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
-        parts = {name: self._part(name, value) for name, value in bound.arguments.items()}
-        key = tuple(parts.items())
+        seen = {name: self._see(name, value) for name, value in bound.arguments.items()}
+        key = tuple(one.number for one in seen.values())
         if key not in self._graphs:
             self._graphs[key] = self._capture(bound)
-            self._last = parts
-        return self._graphs[key](bound)
+            self._last = {name: one.part for name, one in seen.items()}
+        return self._graphs[key](bound, seen)
 
     def why(self, *args: Any, **kwargs: Any) -> str:
         """What about these arguments differs from the newest capture, or "" if they would replay it."""
         bound = self._signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
-            spec, leaves = self._part(name, value)
+            spec, leaves = self._see(name, value).part
             old_spec, old_leaves = self._last.get(name, (None, ()))
             if spec != old_spec:
                 return f"{name}: another structure, {old_spec} -> {spec}"
@@ -128,40 +129,48 @@ class Captured:
                     return f"{name}{path}: {old} -> {new}"
         return ""
 
-    def _part(self, name: str, value: Any) -> "_Part":
-        """An argument's part of the key: structure with statics, and what a graph binds of every leaf."""
+    def _see(self, name: str, value: Any) -> "_Seen":
+        """An argument flattened, with its part of the key: what a graph binds of every leaf.
+
+        To flatten weights and hash their parts at every call would take longer than a graph's launch.
+        """
         known = self._known.get(name)
         if known and known.value is value and known.place == [leaf.data_ptr() for leaf in known.tensors]:
-            return known.part
+            return known
         leaves, spec = pytree.tree_flatten(value)
         # A graph replays addresses: pinned arguments and donated states are bound by them, other tensors copied in.
         bound = name in self._donate or name in self._pinned
         part = spec, tuple(_leaf_key(leaf, bound) for leaf in leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        number = self._numbers.setdefault((name, part), len(self._numbers))
+        seen = _Seen(value, leaves, tensors, [leaf.data_ptr() for leaf in tensors], part, number)
         if name in self._pinned:
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            self._known[name] = _Known(value, tensors, [leaf.data_ptr() for leaf in tensors], part)
-        return part
+            self._known[name] = seen
+        return seen
 
-    def _capture(self, bound: inspect.BoundArguments) -> Callable[[inspect.BoundArguments], Any]:
+    def _capture(self, bound: inspect.BoundArguments) -> "Callable[[inspect.BoundArguments, dict[str, _Seen]], Any]":
         leaves = pytree.tree_leaves(dict(bound.arguments))
         if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
             run = donate(self._step, self._donate)
-            return lambda bound: run(*bound.args, **bound.kwargs)
+            return lambda bound, _: run(*bound.args, **bound.kwargs)
         self._pool = self._pool or shared_pool()
-        return _Graph(self._step, self._donate, self._pinned, bound, self._pool, self._lend)
+        return _Graph(self._step, self._donate, self._pinned, bound, self._pool, self._lend, self._known)
 
 
+# Structure with statics, and what a graph binds of every leaf.
 _Part = tuple[Any, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class _Known:
-    """A pinned argument that was met before."""
+class _Seen:
+    """An argument of a call."""
 
     value: Any
+    leaves: list[Any]
     tensors: list[Tensor]
     place: list[int]  # their addresses
     part: _Part
+    number: int  # of the part, among those met
 
 
 def shared_pool() -> Any:
@@ -192,8 +201,9 @@ class _Graph:
         bound: inspect.BoundArguments,
         pool: Any,
         lend: bool,
+        known: dict[str, _Seen],
     ):
-        self._donate, self._lend = donated, lend
+        self._donate, self._lend, self._known = donated, lend, known
         self._copied = {
             name: pytree.tree_map(_clone, value)
             for name, value in bound.arguments.items()
@@ -210,16 +220,23 @@ class _Graph:
             result = _reuse([arguments[name] for name in donated], step(**arguments, put=struct.put_))
         self._tuple, self._others = isinstance(result, tuple), _results(result)[len(donated) :]
 
-    def __call__(self, bound: inspect.BoundArguments) -> Any:
+    def __call__(self, bound: inspect.BoundArguments, seen: dict[str, _Seen]) -> Any:
         for name, held in self._copied.items():
-            for static, leaf in zip(pytree.tree_leaves(held), pytree.tree_leaves(bound.arguments[name]), strict=True):
+            for static, leaf in zip(pytree.tree_leaves(held), seen[name].leaves, strict=True):
                 if isinstance(leaf, Tensor):
                     static.copy_(leaf, non_blocking=True)
-        states = [_hand_over(bound.arguments[name]) for name in self._donate]
+        states = [self._hand_over(name, seen[name]) for name in self._donate]
         self._graph.replay()
         # Results other than the state live in the graphs' memory, which the next replay overwrites.
         others = self._others if self._lend else [pytree.tree_map(_clone, r) for r in self._others]
         return (*states, *others) if self._tuple else states[0]
+
+    def _hand_over(self, name: str, given: _Seen) -> Any:
+        """A fresh wrapper over a state's tensors, known when it comes back; the old one is consumed."""
+        struct.consume(given.value)
+        fresh = pytree.tree_unflatten(given.leaves, given.part[0])
+        self._known[name] = replace(given, value=fresh)
+        return fresh
 
 
 def _leaf_key(leaf: Any, bound: bool) -> Any:
@@ -231,13 +248,6 @@ def _leaf_key(leaf: Any, bound: bool) -> Any:
 
 def _clone(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) else x
-
-
-def _hand_over(state: Any) -> Any:
-    """A fresh wrapper over a state's tensors; the old one is consumed."""
-    leaves, spec = pytree.tree_flatten(state)
-    struct.consume(state)
-    return pytree.tree_unflatten(leaves, spec)
 
 
 def capture(

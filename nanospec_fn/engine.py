@@ -113,7 +113,8 @@ class Engine:
             call, size = self.follow, 1
         else:
             call, size = self.round, shape
-        self.backlog = variants.issued(self.backlog, requests, 1 if chunk else shape.depth + 1)
+        if len(self.shapes) > 1:
+            self.backlog = variants.issued(self.backlog, requests, 1 if chunk else shape.depth + 1)
         self.state, table, evidence = call(self.params, self.state, slot, size)
         table, evidence = reports.to_host((table, evidence))
         return Report(step, rows, requests, chunk > 0, bucket, variant, table, evidence, issued())

@@ -6,6 +6,7 @@ that they take part in `tree_structure` equality (and thus in capture keys).
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar, dataclass_transform
 
@@ -86,13 +87,19 @@ def lasting(tree: Any) -> list[Tensor]:
 
 def consume(obj: Any) -> None:
     """Empty a donated state, nested ones too: any later read raises `DonatedError`."""
-    if dataclasses.is_dataclass(obj):
-        for field in dataclasses.fields(obj):
-            consume(getattr(obj, field.name))
-            object.__delattr__(obj, field.name)
-    elif isinstance(obj, tuple | list):
+    if isinstance(obj, tuple | list):
         for item in obj:
             consume(item)
+    elif names := _field_names(obj.__class__):
+        for name in names:
+            consume(getattr(obj, name))
+            object.__delattr__(obj, name)
+
+
+@functools.cache
+def _field_names(cls: type) -> tuple[str, ...]:
+    """Of a dataclass; () for any other type."""
+    return tuple(f.name for f in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
 
 
 def put(dest: Tensor, index: tuple[Tensor, ...], value: Tensor) -> Tensor:
