@@ -145,8 +145,11 @@ def owed(state: State, unseen: int | None) -> State:
 def observe(state: State, features: Tensor, path: Tensor, live: Tensor) -> State:
     """Keep the target's features of the root and the accepted path for the next catch-up, where live [B].
 
-    Args: features [B, R, F], row 0 the root; path [B, D] node index per depth, -1 past the accepted ones.
+    Args: features [B, R, F], row 0 the root, or F = 0 where there are none; path [B, D] node index per depth, -1 past
+      the accepted ones.
     """
+    if not features.shape[2]:
+        return state
     if kernels.on_device(features):
         from nanospec_fn.kernels import rows  # needs Triton
 

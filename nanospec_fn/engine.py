@@ -57,6 +57,7 @@ class Engine:
         if config.capture != "off":
             wrap = partial(capture, pool=shared_pool() if self.behind else None, lend=True)
         self.prefill = wrap(reports.packed(self.program.prefill, record))
+        self.prefill_alone = wrap(reports.packed(partial(self.program.prefill, alone=True), record))
         self.round = wrap(reports.packed(self.program.speculate, record))
         self.follow = wrap(reports.packed(self.program.decode, record))
         self.insert = donate(self.program.insert_all)
@@ -97,7 +98,7 @@ class Engine:
                 coming.append(Admission(new.slot, tokens, request.sampling, new.emitted, new.share))
             self.state = self.insert(self.state, coming)
 
-    def run(self, requests: dict[int, int], bucket: int, chunk: int, variant: int, step: int) -> Report:
+    def run(self, requests: dict[int, int], bucket: int, chunk: int, variant: int, alone: bool, step: int) -> Report:
         """Issue one prefill step (chunk > 0) or round for these requests, by slot.
 
         The batch is padded to `bucket` with slots that have nothing to do in such a step.
@@ -108,7 +109,9 @@ class Engine:
         call: Callable[..., Any]
         size: int | Speculation
         if chunk:
-            call, size = self.prefill, chunk
+            call, size = self.prefill_alone if alone else self.prefill, chunk
+        elif alone:
+            call, size = self.follow, 0
         elif not shape.depth and self.draft and variants.kept_up(self.backlog, requests):
             call, size = self.follow, 1
         else:
@@ -137,6 +140,14 @@ class Engine:
         if lossy or len(self.shapes) == 1:
             return len(self.shapes) - 1
         return variants.pick(self.choice, self.stats, bucket)
+
+    def goes_alone(self, lossy: bool, bucket: int) -> bool:
+        """Whether the next step is the target's alone, since no tree fits beside so many slots.
+
+        What the draft was not run on stays a hole in its KV, so that it may guess worse until the request leaves. The
+        law of a lossy rule depends on its guesses: a call with one always runs it. Args: lossy: whether this one has.
+        """
+        return not lossy and len(self.shapes) > 1 and len(self.choice.fits(bucket)) == 1
 
     def observe(self, report: Report, landed: Landed, lossy: bool) -> None:
         """Take in a step, where the host picks: of a round without a lossy rule its time and acceptance too."""
@@ -228,8 +239,10 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Generator[Update, None
                 engine.seat(plan, requests, emitted)
                 if not slots:
                     return
-                variant = engine.pick(not lossy.isdisjoint(now.values()), plan.bucket) if plan.round else 0
-                issued = engine.run(now, plan.bucket, plan.chunk, variant, step)
+                beside = not lossy.isdisjoint(now.values())
+                variant = engine.pick(beside, plan.bucket) if plan.round else 0
+                alone = engine.goes_alone(bool(lossy), plan.bucket)
+                issued = engine.run(now, plan.bucket, plan.chunk, variant, alone, step)
                 step += 1
                 due, flying = (flying, issued) if engine.behind else (issued, None)
             facts = schedule.Events()

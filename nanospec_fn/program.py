@@ -328,10 +328,16 @@ class Program:
         return admission.evict(state, going, put)
 
     def prefill(
-        self, params: Params, state: State, slot: Tensor | None = None, chunk: int | None = None, put: Write = put
+        self,
+        params: Params,
+        state: State,
+        slot: Tensor | None = None,
+        chunk: int | None = None,
+        alone: bool = False,
+        put: Write = put,
     ) -> tuple[State, Info]:
         """`step.prefill`: one chunk of prompt for every slot that has some left."""
-        return step.prefill(self.static, params, state, slot, chunk, put)
+        return step.prefill(self.static, params, state, slot, chunk, alone, put)
 
     def decode(
         self,
@@ -343,8 +349,8 @@ class Program:
     ) -> tuple[State, Info]:
         """`step.decode`: one token for every running slot. Errors: ValueError for an `unseen` that no round leaves."""
         most = self.static.speculation.depth + 1
-        if unseen is not None and (type(unseen) is not int or not 1 <= unseen <= most):
-            raise ValueError(f"unseen must be an integer from 1 to {most}, got {unseen!r}")
+        if unseen is not None and (type(unseen) is not int or not 0 <= unseen <= most):
+            raise ValueError(f"unseen must be an integer from 0 to {most}, got {unseen!r}")
         return step.decode(self.static, params, state, slot, unseen, put)
 
     def speculate(

@@ -17,7 +17,9 @@ PATIENCE = 100
 HURRY = 10  # the same where its acceptance is hardly known
 HOPELESS = 1000  # the same where it would lose with everything accepted
 KNOWN = 16  # drafts that were tested, decayed, before it is
-MAX_ROWS = 1024  # of one pass: each is a row of logits, 6 bytes for every entry of the vocabulary
+# Rows of one pass. Beyond it a pass is bound by arithmetic, and a drafted row costs what a sequence's own does: on an
+# H200 an 8B model gained nothing from drafts at 256 slots (docs/performance.md).
+MAX_ROWS = 512
 DECAY = 0.99  # what one more draft of its kind leaves of a draft's weight in the acceptance: about 100 count
 SMOOTHING = 0.2  # weight of the newest time
 
@@ -37,6 +39,10 @@ class Config:
 
     variants: tuple[Variant, ...]
     max_rows: int = MAX_ROWS  # of a pass over all slots; larger rounds are not taken
+
+    def fits(self, bucket: int) -> list[int]:
+        """The variants, indices, whose rounds are small enough over so many slots."""
+        return [i for i, v in enumerate(self.variants) if i == 0 or v.rows * bucket <= self.max_rows]
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def pick(config: Config, stats: Stats, bucket: int) -> int:
     One that is not known at this bucket yet, or whose turn to be measured again has come; else the one that is
     expected to emit the most tokens a millisecond, at ties the earlier one.
     """
-    fits = [i for i, v in enumerate(config.variants) if i == 0 or v.rows * bucket <= config.max_rows]
+    fits = config.fits(bucket)
     times = {i: stats.times.get((bucket, i), Time(0.0, 0, 0.0)) for i in fits}
     for i in fits:
         if times[i].samples < PROBES:
