@@ -205,6 +205,7 @@ def curves(runs: Sequence[Run]) -> Any:
             ax.plot(steps, values, alpha=0.25, linewidth=0.9, color=look["color"], marker=marker)
             ax.plot(steps, smooth(values, window), linewidth=2, label=label(run), **look)
         ax.set(title=title, xlabel="step (policy updates)", ylabel=unit)
+        ax.xaxis.get_major_locator().set_params(integer=True)
         ax.grid(alpha=0.3)
         if all(math.isnan(value) for run in runs for value in run.values[field]):
             ax.text(0.5, 0.5, "not in these logs", ha="center", transform=ax.transAxes)
@@ -264,7 +265,7 @@ def png(figure: Any) -> bytes:
 
     FigureCanvasAgg(figure)
     made = io.BytesIO()
-    figure.savefig(made, format="png", dpi=110)
+    figure.savefig(made, format="png", dpi=80)
     return made.getvalue()
 
 
