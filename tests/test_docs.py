@@ -50,7 +50,10 @@ PROMISES = (ROOT / "docs" / "promises.md").read_text()
 def blocks(page: Path, language: str) -> list[str]:
     """The fenced blocks of a language in a page, "" for those that name none; not those inside a longer fence."""
     text = re.sub(r"^````.*?^````$", "", page.read_text(), flags=re.M | re.S)
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.M | re.S)
+    fenced = re.findall(
+        r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S
+    )  # of any language: a fence ends one or begins one
+    return [body for name, body in fenced if name == language]
 
 
 def commands(page: Path) -> list[list[str]]:
