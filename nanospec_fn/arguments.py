@@ -141,6 +141,8 @@ def folder(text: str) -> Path:
     found = next(part for part in (place, *place.parents) if part.exists())
     if not found.is_dir():
         raise argparse.ArgumentTypeError(f"{found} is a file")
+    if not os.access(found, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{found} may not be written to")
     return place
 
 

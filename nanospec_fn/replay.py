@@ -68,6 +68,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         found = trace.read(args.file)
     except (ValueError, FileNotFoundError) as error:
         parser.error(f"argument FILE: {error}")
+    if not found.rounds:
+        parser.error(f"argument FILE: {args.file} has no rounds to judge")
     try:
         outcomes = [] if change is None else counterfactual(found, change)
     except ValueError as error:

@@ -20,7 +20,7 @@ from rl import eagle_loss
 def config_for(target: ns.Model, taps: tuple[int, ...], draft_vocab: int, intermediate: int) -> eagle.HeadConfig:
     """A head of the target's own shape but for its MLP's width."""
     shape = {name: getattr(target.cfg, name) for name in ("vocab_size", "hidden_size", "num_heads", "num_kv_heads")}
-    shape |= {name: getattr(target.cfg, name) for name in ("head_dim", "max_context", "rms_eps", "rope", "gemm")}
+    shape |= {name: getattr(target.cfg, name) for name in ("head_dim", "max_context", "rms_eps", "rope", "gemm", "bmm")}
     return eagle.HeadConfig(
         **shape,
         num_layers=1,

@@ -63,7 +63,9 @@ def parse_source(text: str) -> tuple[str, int | None]:
     return name, int(count) if count else None
 
 
-def gather_prompts(model: ns.Model, sources: Sequence[str], engine: ns.EngineConfig, seed: int) -> list[str]:
+def gather_prompts(
+    model: ns.Model, sources: Sequence[str], engine: ns.EngineConfig, seed: int, progress: bool = True
+) -> list[str]:
     """The prompts of all sources, each text once.
 
     Args: engine: how to run the model where it writes prompts; seed: of what it writes.
@@ -72,7 +74,7 @@ def gather_prompts(model: ns.Model, sources: Sequence[str], engine: ns.EngineCon
     found: list[str] = []
     for name, count in map(parse_source, sources):
         if name == "self":
-            found += write_prompts(model, count or 0, engine, seed)
+            found += write_prompts(model, count or 0, engine, seed, progress)
         elif name == "gsm8k":
             found += gsm8k_train()[:count]
         else:
@@ -86,14 +88,14 @@ def gsm8k_train() -> list[str]:
     return prompt_files.read(Path(folder) / GSM8K[0]) if folder else prompt_files.from_hub("gsm8k", *GSM8K)
 
 
-def write_prompts(model: ns.Model, count: int, engine: ns.EngineConfig, seed: int) -> list[str]:
+def write_prompts(model: ns.Model, count: int, engine: ns.EngineConfig, seed: int, progress: bool = True) -> list[str]:
     """At most `count` distinct user turns that the model samples at T = 1 behind its chat template's opening.
 
     Source: Magpie (Xu et al. 2024).
     """
     opening = user_opening(model)
     requests = [ns.Sampling(max_tokens=USER_TOKENS, temperature=1.0, seed=seed + i) for i in range(count)]
-    out = run(model, [opening] * count, requests, engine)
+    out = run(model, [opening] * count, requests, engine, progress)
     return list(dict.fromkeys(o.text.strip() for o in out if o.finish_reason == "stop" and o.text and o.text.strip()))
 
 
@@ -115,6 +117,7 @@ def complete(
     max_len: int,
     engine: ns.EngineConfig,
     seed: int,
+    progress: bool = True,
 ) -> Rollouts:
     """The target's responses to prompts, texts or token ids; prompt i at temperature i mod their number.
 
@@ -127,7 +130,7 @@ def complete(
         ns.Sampling(max_tokens=min(max_tokens, max_len - len(p)), temperature=t, seed=seed + i)
         for i, (p, t) in enumerate(zip(encoded, heat, strict=True))
     ]
-    out = run(model, encoded, requests, engine)
+    out = run(model, encoded, requests, engine, progress)
     kept = [i for i, o in enumerate(out) if len(o.tokens) > 1]
     sequences = [np.array([*encoded[i], *out[i].tokens], dtype=np.int32) for i in kept]
     return Rollouts(
@@ -139,7 +142,11 @@ def complete(
 
 
 def run(
-    model: ns.Model, prompts: list[list[int]], requests: list[ns.Sampling], engine: ns.EngineConfig
+    model: ns.Model,
+    prompts: list[list[int]],
+    requests: list[ns.Sampling],
+    engine: ns.EngineConfig,
+    progress: bool = True,
 ) -> list[ns.Completion]:
     """Complete token ids with a pool and a page table for just these requests.
 
@@ -147,7 +154,7 @@ def run(
     """
     longest = max((len(p) + r.max_tokens for p, r in zip(prompts, requests, strict=True)), default=1)
     sized = replace(engine, max_context=longest, num_pages=None)
-    return ns.generate(model, prompts, requests, engine=sized, progress=True)
+    return ns.generate(model, prompts, requests, engine=sized, progress=progress)
 
 
 def save(path: Path, rollouts: Rollouts, about: dict[str, Any]) -> None:

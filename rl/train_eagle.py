@@ -240,9 +240,9 @@ def make_data(target: ns.Model, config: TrainConfig) -> Rollouts:
         if not config.prompts:
             raise ValueError(f"prompts: needed, as {path} does not exist yet")
         engine = ns.EngineConfig(max_slots=config.slots)
-        prompts = rollouts.gather_prompts(target, config.prompts, engine, config.seed)
+        prompts = rollouts.gather_prompts(target, config.prompts, engine, config.seed, not config.quiet)
         limits = config.response_tokens, config.max_len
-        made = rollouts.complete(target, prompts, config.temperatures, *limits, engine, config.seed)
+        made = rollouts.complete(target, prompts, config.temperatures, *limits, engine, config.seed, not config.quiet)
         about = {"model": target.name} | {name: getattr(config, name) for name in ("prompts", "temperatures", "seed")}
         path.parent.mkdir(parents=True, exist_ok=True)
         rollouts.save(path, made, about)

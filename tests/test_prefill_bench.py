@@ -63,3 +63,11 @@ def test_a_row_is_written(tmp_path, capsys):
     assert refused.value.code == 2
     assert "its 5000 tokens leave no room in the context" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_a_folder_that_may_not_be_written_is_refused_at_once(tmp_path, monkeypatch, capsys):
+    """Bug: the figures are measured and then lost."""
+    monkeypatch.setattr(prefill.arguments.os, "access", lambda place, mode: place != tmp_path)
+    with pytest.raises(SystemExit):
+        prefill.main(["--out", str(tmp_path / "deep" / "down")])
+    assert f"argument --out: {tmp_path} may not be written to" in capsys.readouterr().err

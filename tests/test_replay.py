@@ -132,6 +132,16 @@ def test_a_record_that_contradicts_itself_is_found(name, found, capsys, tmp_path
     assert "DIFFERENT" in out
 
 
+def test_a_trace_without_rounds_is_no_answer(found, capsys, tmp_path):
+    """Bug: nothing was judged, and it is said to be equal."""
+    *_, whole = found
+    trace.create(trace.File(tmp_path / "t"), whole.header)
+    for change in ((), ("--alpha", "0.5")):
+        code, out, err = run(capsys, "replay", str(tmp_path / "t"), *change)
+        assert (code, out) == (2, "")
+        assert "has no rounds to judge" in err
+
+
 def test_a_forged_draw_with_all_that_follows_from_it_is_found(found):
     """Bug: a draw is trusted, so that a decision can be forged with its log-probs, and later rounds dropped."""
     whole = found[3]
