@@ -7,7 +7,7 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3 python,$(shell \
 	$(p) -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))" 2>/dev/null && echo $(p))))
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: demo test install clean gpu-bits gpu-speed gpu-rl gpu-roofline gpu-prefill gpu-identity-wide gpu-identity-small
+.PHONY: demo test install clean gpu-bits gpu-sanitize gpu-speed gpu-rl gpu-roofline gpu-prefill gpu-identity-wide gpu-identity-small
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m nanospec_fn generate "$(PROMPT)" --max-tokens 96 --compare
@@ -32,7 +32,7 @@ $(VENV)/installed-test: $(VENV)/installed
 	touch $@
 
 # On a machine with an H200 or H100: what docs/performance.md and docs/rl.md claim of it; rows in $(RESULTS). All of it:
-# make -k gpu-bits gpu-speed gpu-rl PY=python
+# make -k gpu-bits gpu-sanitize gpu-speed gpu-rl PY=python
 PY      ?= $(VENV)/bin/python
 RESULTS ?= bench/results/h200
 RUNS    ?= runs/h200
@@ -51,6 +51,12 @@ gpu-identity-small: | $(RESULTS)
 gpu-test-%:
 	timeout 300 $(PY) -m pytest -p no:cacheprovider -m gpu tests/gpu/test_$*.py
 
+gpu-sanitize: $(addprefix gpu-memcheck-,rows linear attention) $(addprefix gpu-racecheck-,rows attention)
+
+gpu-memcheck-% gpu-racecheck-%:
+	compute-sanitizer --tool $(word 2,$(subst -, ,$@)) --target-processes all --error-exitcode 9 \
+		$(PY) -m pytest -p no:cacheprovider -m gpu tests/gpu/test_$*.py
+
 gpu-speed: gpu-roofline gpu-prefill $(addprefix gpu-run-,nospec chain tree tree6) $(addprefix gpu-batch-,nospec chain auto)
 	$(PY) -m bench.table $(RESULTS)/mt-bench/*.jsonl
 
@@ -64,8 +70,8 @@ gpu-run-%:
 	$(PY) -m bench.run nanospec --config $* $(WIDE) --out $(RESULTS)/mt-bench
 
 gpu-batch-%:
-	$(PY) -m bench.run nanospec --config $* $(WIDE) --prompts gsm8k --limit 512 --bs 64 128 256 512 --runs 1 --no-check \
-		--out $(RESULTS)/gsm8k
+	$(PY) -m bench.run nanospec --config $* $(WIDE) --prompts gsm8k --limit 512 --max-tokens 192 --bs 64 128 256 512 \
+		--runs 3 --no-check --out $(RESULTS)/gsm8k
 
 gpu-rl: $(addprefix gpu-grpo-,none frozen refreshed head head-trained)
 	$(PY) -m rl.plot $(RUNS)/* --out $(RUNS)-plots

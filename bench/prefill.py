@@ -88,7 +88,7 @@ def measure(
     state, _ = step(params, state)  # captures
     clock = rounds.Clock(device)
     for _ in range(repeats):
-        state = unread(state)
+        rewind_(state)
         state, _ = clock.time(step, params, state)
     ms, beyond = statistics.median(clock.milliseconds()), rounds.beyond(before, state, device)
     library = statistics.median(products(model, prompts * tokens, repeats))
@@ -106,8 +106,8 @@ def measure(
     }
 
 
-def unread(state: ns.State) -> ns.State:
-    """The state before its prompts were read: the pages stay reserved, the next step writes the same KV to them.
+def rewind_(state: ns.State) -> None:
+    """Back to before the prompts were read: the pages stay reserved, the next step writes the same KV to them.
 
     In place: a captured step is bound to the tensors that it was captured with.
     """
@@ -115,7 +115,6 @@ def unread(state: ns.State) -> ns.State:
     for x in (s.length, s.unseen, s.done):
         x.zero_()
     s.total.copy_(s.prefill_to)
-    return state
 
 
 def matrices(layer: Any) -> list[torch.Tensor]:

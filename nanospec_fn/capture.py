@@ -98,10 +98,12 @@ class Captured:
         self._step, self._lend, self._pool = step, lend, pool
         self._donate, self._pinned = tuple(donated), tuple(pinned)
         self._signature = _signature(step, donated)
-        self._graphs: dict[tuple[int, ...], Callable[[inspect.BoundArguments, dict[str, _Seen]], Any]] = {}
-        self._numbers: dict[tuple[str, _Part], int] = {}  # short names of an argument's part of a key
+        self._graphs: dict[tuple[int, ...], _Graph | Callable[..., Any]] = {}
+        self._numbers: dict[tuple[str, _Part], int] = {}  # of the arguments' parts of keys: quicker to hash
         self._last: dict[str, _Part] = {}  # the arguments' parts of the newest capture
-        self._known: dict[str, _Seen] = {}  # arguments that come again as they are: weights, and states handed out
+        # What comes again as it is, the weights and the state handed out last: to flatten them and hash their parts at
+        # every call would take longer than a graph's launch. They live as long as this, or until others come.
+        self._known: dict[str, _Seen] = {}
 
     @property
     def captures(self) -> int:
@@ -114,13 +116,18 @@ class Captured:
         if key not in self._graphs:
             self._graphs[key] = self._capture(bound)
             self._last = {name: one.part for name, one in seen.items()}
-        return self._graphs[key](bound, seen)
+        run = self._graphs[key]
+        if not isinstance(run, _Graph):
+            return run(*bound.args, **bound.kwargs)
+        others = run(seen)
+        states = [self._hand_over(name, seen[name]) for name in self._donate]
+        return (*states, *others) if run.many else states[0]
 
     def why(self, *args: Any, **kwargs: Any) -> str:
         """What about these arguments differs from the newest capture, or "" if they would replay it."""
         bound = self._signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
-            spec, leaves = self._see(name, value).part
+            spec, leaves = self._part(name, *pytree.tree_flatten(value))
             old_spec, old_leaves = self._last.get(name, (None, ()))
             if spec != old_spec:
                 return f"{name}: another structure, {old_spec} -> {spec}"
@@ -130,17 +137,11 @@ class Captured:
         return ""
 
     def _see(self, name: str, value: Any) -> "_Seen":
-        """An argument flattened, with its part of the key: what a graph binds of every leaf.
-
-        To flatten weights and hash their parts at every call would take longer than a graph's launch.
-        """
         known = self._known.get(name)
         if known and known.value is value and known.place == [leaf.data_ptr() for leaf in known.tensors]:
             return known
         leaves, spec = pytree.tree_flatten(value)
-        # A graph replays addresses: pinned arguments and donated states are bound by them, other tensors copied in.
-        bound = name in self._donate or name in self._pinned
-        part = spec, tuple(_leaf_key(leaf, bound) for leaf in leaves)
+        part = self._part(name, leaves, spec)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         number = self._numbers.setdefault((name, part), len(self._numbers))
         seen = _Seen(value, leaves, tensors, [leaf.data_ptr() for leaf in tensors], part, number)
@@ -148,28 +149,39 @@ class Captured:
             self._known[name] = seen
         return seen
 
-    def _capture(self, bound: inspect.BoundArguments) -> "Callable[[inspect.BoundArguments, dict[str, _Seen]], Any]":
+    def _part(self, name: str, leaves: list[Any], spec: Any) -> "_Part":
+        # A graph replays addresses: pinned arguments and donated states are bound by them, other tensors copied in.
+        bound = name in self._donate or name in self._pinned
+        return spec, tuple(_leaf_key(leaf, bound) for leaf in leaves)
+
+    def _hand_over(self, name: str, given: "_Seen") -> Any:
+        """A fresh wrapper over a state's tensors, known when it comes back; the old one is consumed."""
+        struct.consume(given.value)
+        fresh = pytree.tree_unflatten(given.leaves, given.part[0])
+        self._known[name] = replace(given, value=fresh)
+        return fresh
+
+    def _capture(self, bound: inspect.BoundArguments) -> "_Graph | Callable[..., Any]":
         leaves = pytree.tree_leaves(dict(bound.arguments))
         if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
-            run = donate(self._step, self._donate)
-            return lambda bound, _: run(*bound.args, **bound.kwargs)
+            return donate(self._step, self._donate)
         self._pool = self._pool or shared_pool()
-        return _Graph(self._step, self._donate, self._pinned, bound, self._pool, self._lend, self._known)
+        return _Graph(self._step, self._donate, self._pinned, bound, self._pool, self._lend)
 
 
 # Structure with statics, and what a graph binds of every leaf.
 _Part = tuple[Any, tuple[Any, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Seen:
-    """An argument of a call."""
+    """A flattened argument of a call."""
 
     value: Any
-    leaves: list[Any]
-    tensors: list[Tensor]
-    place: list[int]  # their addresses
-    part: _Part
+    leaves: list[Any]  # of value
+    tensors: list[Tensor]  # those of the leaves that are
+    place: list[int]  # the tensors' addresses, by which a swapped `.data` shows
+    part: _Part  # of the key
     number: int  # of the part, among those met
 
 
@@ -191,7 +203,10 @@ def warm_up(step: Callable[..., Any], arguments: dict[str, Any], donated: Sequen
 
 
 class _Graph:
-    """One CUDA graph of one key. It holds addresses, and keeps neither weights nor states alive: the key has them."""
+    """One CUDA graph of one key. It holds addresses, and keeps neither weights nor states alive.
+
+    Attributes: many: whether the step returns a tuple, and not a state alone.
+    """
 
     def __init__(
         self,
@@ -201,9 +216,8 @@ class _Graph:
         bound: inspect.BoundArguments,
         pool: Any,
         lend: bool,
-        known: dict[str, _Seen],
     ):
-        self._donate, self._lend, self._known = donated, lend, known
+        self._lend = lend
         self._copied = {
             name: pytree.tree_map(_clone, value)
             for name, value in bound.arguments.items()
@@ -218,25 +232,17 @@ class _Graph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):  # records, and runs nothing
             result = _reuse([arguments[name] for name in donated], step(**arguments, put=struct.put_))
-        self._tuple, self._others = isinstance(result, tuple), _results(result)[len(donated) :]
+        self.many, self._others = isinstance(result, tuple), _results(result)[len(donated) :]
 
-    def __call__(self, bound: inspect.BoundArguments, seen: dict[str, _Seen]) -> Any:
+    def __call__(self, seen: dict[str, _Seen]) -> list[Any]:
+        """Replay on these arguments: the results beside the states, which are where they were."""
         for name, held in self._copied.items():
             for static, leaf in zip(pytree.tree_leaves(held), seen[name].leaves, strict=True):
                 if isinstance(leaf, Tensor):
                     static.copy_(leaf, non_blocking=True)
-        states = [self._hand_over(name, seen[name]) for name in self._donate]
         self._graph.replay()
         # Results other than the state live in the graphs' memory, which the next replay overwrites.
-        others = self._others if self._lend else [pytree.tree_map(_clone, r) for r in self._others]
-        return (*states, *others) if self._tuple else states[0]
-
-    def _hand_over(self, name: str, given: _Seen) -> Any:
-        """A fresh wrapper over a state's tensors, known when it comes back; the old one is consumed."""
-        struct.consume(given.value)
-        fresh = pytree.tree_unflatten(given.leaves, given.part[0])
-        self._known[name] = replace(given, value=fresh)
-        return fresh
+        return self._others if self._lend else [pytree.tree_map(_clone, r) for r in self._others]
 
 
 def _leaf_key(leaf: Any, bound: bool) -> Any:

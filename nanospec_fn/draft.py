@@ -69,7 +69,9 @@ class State:
     """What a draft carries between steps."""
 
     pools: tuple[Tensor, ...] = rewritten()  # its KV, a layer each, [P + 1, 2, S, K, D]
-    feature: Tensor  # [B, W, F] the target's features of the newest `slots.unseen` positions, oldest first
+    # [B, W, F] the target's features of the newest `slots.unseen` positions, oldest first (after a step of the target's
+    # alone: of older ones)
+    feature: Tensor
 
 
 @dataclass(frozen=True)

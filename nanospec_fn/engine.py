@@ -19,6 +19,7 @@ from nanospec_fn.program import EngineConfig, build
 from nanospec_fn.reports import Landed, Report, Update
 from nanospec_fn.sampling import Sampling
 from nanospec_fn.step import Params
+from nanospec_fn.variants import Choice
 
 PREFILL_ROWS = 8192  # most rows of a prefill step: what they need beside the pool stays under 2 GiB for an 8B model
 
@@ -57,16 +58,18 @@ class Engine:
         if config.capture != "off":
             wrap = partial(capture, pool=shared_pool() if self.behind else None, lend=True)
         self.prefill = wrap(reports.packed(self.program.prefill, record))
-        self.prefill_alone = wrap(reports.packed(partial(self.program.prefill, alone=True), record))
         self.round = wrap(reports.packed(self.program.speculate, record))
         self.follow = wrap(reports.packed(self.program.decode, record))
+        alone = self.program.alone()
+        self.prefill_alone = wrap(reports.packed(alone.prefill, record))
+        self.round_alone = wrap(reports.packed(alone.decode, record))
         self.insert = donate(self.program.insert_all)
         self.evict = donate(self.program.evict_all)
         self.clear = donate(self.program.clear)
         # A trace has one shape of tree for all its rounds.
-        picks = config.variants == "auto" and draft is not None and not record
-        self.shapes = self.program.shapes() if picks else (self.program.static.speculation,)
-        self.choice = variants.Config(tuple(variants.Variant(s.top_k, s.depth, s.nodes + 1) for s in self.shapes))
+        self.picks = config.variants == "auto" and draft is not None and not record
+        self.shapes = self.program.shapes() if self.picks else (self.program.static.speculation,)
+        self.variants = variants.Config(tuple(variants.Variant(s.top_k, s.depth, s.nodes + 1) for s in self.shapes))
         self.stats = variants.Stats()
         self.backlog = variants.Backlog(self.program.static.speculation.depth + 1)
         self.serving = False
@@ -98,29 +101,29 @@ class Engine:
                 coming.append(Admission(new.slot, tokens, request.sampling, new.emitted, new.share))
             self.state = self.insert(self.state, coming)
 
-    def run(self, requests: dict[int, int], bucket: int, chunk: int, variant: int, alone: bool, step: int) -> Report:
+    def run(self, requests: dict[int, int], bucket: int, chunk: int, choice: Choice, step: int) -> Report:
         """Issue one prefill step (chunk > 0) or round for these requests, by slot.
 
         The batch is padded to `bucket` with slots that have nothing to do in such a step.
         """
         rows, slot = self._rows_for(requests, bucket)
         issued = reports.start(self.program.pool.device)
-        shape = self.shapes[variant]
+        shape = self.shapes[choice.variant]
         call: Callable[..., Any]
-        size: int | Speculation
+        size: int | Speculation | None
         if chunk:
-            call, size = self.prefill_alone if alone else self.prefill, chunk
-        elif alone:
-            call, size = self.follow, 0
+            call, size = self.prefill_alone if choice.alone else self.prefill, chunk
+        elif choice.alone:
+            call, size = self.round_alone, None
         elif not shape.depth and self.draft and variants.kept_up(self.backlog, requests):
             call, size = self.follow, 1
         else:
             call, size = self.round, shape
-        if len(self.shapes) > 1:
+        if self.picks:
             self.backlog = variants.issued(self.backlog, requests, 1 if chunk else shape.depth + 1)
         self.state, table, evidence = call(self.params, self.state, slot, size)
-        table, evidence = reports.to_host((table, evidence))
-        return Report(step, rows, requests, chunk > 0, bucket, variant, table, evidence, issued())
+        table, evidence = reports.to_host(table), reports.to_host(evidence) if evidence else ()
+        return Report(step, rows, requests, chunk > 0, bucket, choice.variant, table, evidence, issued())
 
     def _rows_for(self, requests: dict[int, int], bucket: int) -> tuple[list[int], Tensor | None]:
         """The slots of a step's rows, and the same on the device; None for all slots."""
@@ -135,30 +138,30 @@ class Engine:
             self._rows = rows, slot.to(device, non_blocking=True)
         return self._rows
 
-    def pick(self, lossy: bool, bucket: int) -> int:
-        """The next round's variant. A lossy rule's law depends on the tree, so beside one it is always the last."""
-        if lossy or len(self.shapes) == 1:
-            return len(self.shapes) - 1
-        return variants.pick(self.choice, self.stats, bucket)
+    def choose(self, bucket: int, lossy: bool, beside: bool) -> Choice:
+        """What the next step runs, of a prefill only whether it is the target's alone.
 
-    def goes_alone(self, lossy: bool, bucket: int) -> bool:
-        """Whether the next step is the target's alone, since no tree fits beside so many slots.
+        The law of a lossy rule depends on the tree, so a round with one always has the last variant; and on what the
+        draft has seen before, so a call with one never leaves it out.
 
-        What the draft was not run on stays a hole in its KV, so that it may guess worse until the request leaves. The
-        law of a lossy rule depends on its guesses: a call with one always runs it. Args: lossy: whether this one has.
+        Args: bucket: slots of the step; lossy: whether a request of this call has a lossy rule; beside: of this step.
         """
-        return not lossy and len(self.shapes) > 1 and len(self.choice.fits(bucket)) == 1
+        if not self.picks or beside:
+            return Choice(len(self.shapes) - 1)
+        if not lossy and len(self.variants.fits(bucket)) == 1:  # no tree fits beside so many slots
+            return Choice(0, alone=True)
+        return Choice(variants.pick(self.variants, self.stats, bucket))
 
     def observe(self, report: Report, landed: Landed, lossy: bool) -> None:
         """Take in a step, where the host picks: of a round without a lossy rule its time and acceptance too."""
-        if len(self.shapes) == 1:
+        if not self.picks:
             return
         emitted = dict(landed.events.emitted)
         by_slot = {slot: emitted[i] for slot, i in report.requests.items() if i in emitted}
         self.backlog = variants.landed(self.backlog, by_slot)
         if not report.prefill and not lossy:
             self.stats = variants.observe(
-                self.choice, self.stats, report.bucket, report.variant, landed.milliseconds, landed.accepted
+                self.variants, self.stats, report.bucket, report.variant, landed.milliseconds, landed.accepted
             )
 
 
@@ -239,10 +242,8 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Generator[Update, None
                 engine.seat(plan, requests, emitted)
                 if not slots:
                     return
-                beside = not lossy.isdisjoint(now.values())
-                variant = engine.pick(beside, plan.bucket) if plan.round else 0
-                alone = engine.goes_alone(bool(lossy), plan.bucket)
-                issued = engine.run(now, plan.bucket, plan.chunk, variant, alone, step)
+                choice = engine.choose(plan.bucket, bool(lossy), not lossy.isdisjoint(now.values()))
+                issued = engine.run(now, plan.bucket, plan.chunk, choice, step)
                 step += 1
                 due, flying = (flying, issued) if engine.behind else (issued, None)
             facts = schedule.Events()

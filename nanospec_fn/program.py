@@ -204,6 +204,14 @@ class Program:
             if not 0 <= mine <= most:
                 raise ValueError(f"a round's {name} is {mine}, the program's own tree has {most}")
 
+    def alone(self) -> "Program":
+        """The same program without its draft, over the same state: what it carries of the draft stays as it is.
+
+        For slots under rule `exact`. The draft keeps holes there, so that its guesses may be worse until a request
+        leaves; no bit of `exact` depends on them, the law of a lossy rule does.
+        """
+        return replace(self, static=replace(self.static, method=Nothing()))
+
     def shapes(self) -> tuple[Speculation, ...]:
         """The rounds that the host may choose from: no tree, a short and a long chain, the program's own tree."""
         own = self.static.speculation
@@ -328,16 +336,10 @@ class Program:
         return admission.evict(state, going, put)
 
     def prefill(
-        self,
-        params: Params,
-        state: State,
-        slot: Tensor | None = None,
-        chunk: int | None = None,
-        alone: bool = False,
-        put: Write = put,
+        self, params: Params, state: State, slot: Tensor | None = None, chunk: int | None = None, put: Write = put
     ) -> tuple[State, Info]:
         """`step.prefill`: one chunk of prompt for every slot that has some left."""
-        return step.prefill(self.static, params, state, slot, chunk, alone, put)
+        return step.prefill(self.static, params, state, slot, chunk, put)
 
     def decode(
         self,
@@ -349,8 +351,8 @@ class Program:
     ) -> tuple[State, Info]:
         """`step.decode`: one token for every running slot. Errors: ValueError for an `unseen` that no round leaves."""
         most = self.static.speculation.depth + 1
-        if unseen is not None and (type(unseen) is not int or not 0 <= unseen <= most):
-            raise ValueError(f"unseen must be an integer from 0 to {most}, got {unseen!r}")
+        if unseen is not None and (type(unseen) is not int or not 1 <= unseen <= most):
+            raise ValueError(f"unseen must be an integer from 1 to {most}, got {unseen!r}")
         return step.decode(self.static, params, state, slot, unseen, put)
 
     def speculate(

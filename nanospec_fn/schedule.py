@@ -133,7 +133,9 @@ def plan(config: Config, state: HostState, events: Events) -> tuple[HostState, P
     Property: properties/test_schedule.py
     """
     state, freed = _take_in(state, events)
-    refused = [r.request.index for r in state.running if r.request.index in events.refused] if events.refused else []
+    refused = []
+    if events.refused:  # seldom: not looked for in every round of a large batch
+        refused = [r.request.index for r in state.running if r.request.index in events.refused]
     preempted: tuple[int, ...] = ()
     insert: tuple[Insert, ...] = ()
     if refused and not freed:  # pages just freed are tried first

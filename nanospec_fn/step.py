@@ -87,15 +87,12 @@ def prefill(
     state: State,
     slot: Tensor | None = None,
     chunk: int | None = None,
-    alone: bool = False,
     put: Write = put,
 ) -> tuple[State, Info]:
     """One chunk of prompt for every slot that has some left; the last chunk emits the first token.
 
-    Args: slot: [b] distinct slots that take part, None for all; chunk: most tokens per slot, None: prefill_chunk;
-      alone: the draft is not run. It may guess worse in these slots from then on.
+    Args: slot: [b] distinct slots that take part, None for all; chunk: most tokens per slot, None: prefill_chunk.
     """
-    static = _target_alone(static) if alone else static
     chunk = static.prefill_chunk if chunk is None else chunk
     s, carried = slots.take(state.slots, slot), draft.take(state.draft, slot)
     n = torch.where(slots.prefilling(s), (s.prefill_to - s.length).clamp_max(chunk), 0)
@@ -128,11 +125,9 @@ def decode(
     """One token for every running slot. The draft keeps up, so that drafting can resume at any round.
 
     Args: slot: [b] distinct slots that take part, None for all; unseen: the most tokens that the draft of any of them
-      has not been run on: 1 after a prefill or another `decode`; None: as many as a round emits; 0: the draft is not
-      run, and may guess worse in these slots from then on.
+      has not been run on: 1 after a prefill or another `decode`; None: as many as a round emits.
     """
     plain = dataclasses.replace(static.speculation, depth=0, num_nodes=None)
-    static = _target_alone(static) if unseen == 0 else static
     return _round(static, params, state, slot, plain, put, unseen)
 
 
@@ -176,11 +171,6 @@ def _round(
     carried = draft.observe(carried, features.view(*rows.token.shape, -1), verdict.path, live)
     s, info = _emit(static, s, tree, evidence, verdict, live, ok, put)
     return _put_back(replace(state, pages=free, pools=pools), slot, s, carried, put), info
-
-
-def _target_alone(static: Static) -> Static:
-    """The same step without the draft, whose state stays as it is."""
-    return dataclasses.replace(static, method=draft.Nothing())
 
 
 def _reserve(static: Static, free: Pages, s: Slots, upto: Tensor, most: int) -> tuple[Pages, Slots, Tensor]:

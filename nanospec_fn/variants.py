@@ -41,7 +41,7 @@ class Config:
     max_rows: int = MAX_ROWS  # of a pass over all slots; larger rounds are not taken
 
     def fits(self, bucket: int) -> list[int]:
-        """The variants, indices, whose rounds are small enough over so many slots."""
+        """Indices of the variants whose rounds over so many slots stay within the budget."""
         return [i for i, v in enumerate(self.variants) if i == 0 or v.rows * bucket <= self.max_rows]
 
 
@@ -74,6 +74,14 @@ class Stats:
     elapsed: float = 0.0  # milliseconds of all rounds
     times: Mapping[tuple[int, int], Time] = field(default_factory=dict)  # by (bucket, variant)
     levels: Mapping[int, tuple[Level, ...]] = field(default_factory=dict)  # by top_k, from depth 1 on
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the next step runs."""
+
+    variant: int  # of a round, an index
+    alone: bool = False  # the target without the draft, which then misses what the step emits
 
 
 def expected(variant: Variant, stats: Stats) -> float:
@@ -158,7 +166,8 @@ def _count(stats: Stats, shape: Variant, accepted: Sequence[int]) -> tuple[Level
 class Backlog:
     """How far the draft may be behind: by slot, the most tokens that it has not been run on.
 
-    A plain round after another needs one row of the draft a slot, where one after a tree needs `most`.
+    A plain round after another needs one row of the draft a slot, where one after a tree needs `most`. What a step of
+    the target's alone left out is not counted: it stays a hole.
     """
 
     most: int  # tokens of the longest round: of a slot of which nothing is known

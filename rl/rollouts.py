@@ -64,17 +64,17 @@ def parse_source(text: str) -> tuple[str, int | None]:
 
 
 def gather_prompts(
-    model: ns.Model, sources: Sequence[str], engine: ns.EngineConfig, seed: int, progress: bool = True
+    model: ns.Model, sources: Sequence[str], engine: ns.EngineConfig, seed: int, *, progress: bool = True
 ) -> list[str]:
     """The prompts of all sources, each text once.
 
-    Args: engine: how to run the model where it writes prompts; seed: of what it writes.
+    Args: engine: how to run the model where it writes prompts; seed: of what it writes; progress: draw a bar.
     Errors: as `parse_source`, and for a model without a chat template that is to write its own.
     """
     found: list[str] = []
     for name, count in map(parse_source, sources):
         if name == "self":
-            found += write_prompts(model, count or 0, engine, seed, progress)
+            found += write_prompts(model, count or 0, engine, seed, progress=progress)
         elif name == "gsm8k":
             found += gsm8k_train()[:count]
         else:
@@ -95,7 +95,7 @@ def write_prompts(model: ns.Model, count: int, engine: ns.EngineConfig, seed: in
     """
     opening = user_opening(model)
     requests = [ns.Sampling(max_tokens=USER_TOKENS, temperature=1.0, seed=seed + i) for i in range(count)]
-    out = run(model, [opening] * count, requests, engine, progress)
+    out = run(model, [opening] * count, requests, engine, progress=progress)
     return list(dict.fromkeys(o.text.strip() for o in out if o.finish_reason == "stop" and o.text and o.text.strip()))
 
 
@@ -117,6 +117,7 @@ def complete(
     max_len: int,
     engine: ns.EngineConfig,
     seed: int,
+    *,
     progress: bool = True,
 ) -> Rollouts:
     """The target's responses to prompts, texts or token ids; prompt i at temperature i mod their number.
@@ -130,7 +131,7 @@ def complete(
         ns.Sampling(max_tokens=min(max_tokens, max_len - len(p)), temperature=t, seed=seed + i)
         for i, (p, t) in enumerate(zip(encoded, heat, strict=True))
     ]
-    out = run(model, encoded, requests, engine, progress)
+    out = run(model, encoded, requests, engine, progress=progress)
     kept = [i for i, o in enumerate(out) if len(o.tokens) > 1]
     sequences = [np.array([*encoded[i], *out[i].tokens], dtype=np.int32) for i in kept]
     return Rollouts(
@@ -146,7 +147,8 @@ def run(
     prompts: list[list[int]],
     requests: list[ns.Sampling],
     engine: ns.EngineConfig,
-    progress: bool = True,
+    *,
+    progress: bool,
 ) -> list[ns.Completion]:
     """Complete token ids with a pool and a page table for just these requests.
 

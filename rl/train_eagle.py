@@ -239,10 +239,10 @@ def make_data(target: ns.Model, config: TrainConfig) -> Rollouts:
     if not path.is_file():
         if not config.prompts:
             raise ValueError(f"prompts: needed, as {path} does not exist yet")
-        engine = ns.EngineConfig(max_slots=config.slots)
-        prompts = rollouts.gather_prompts(target, config.prompts, engine, config.seed, not config.quiet)
+        engine, bar = ns.EngineConfig(max_slots=config.slots), not config.quiet
+        prompts = rollouts.gather_prompts(target, config.prompts, engine, config.seed, progress=bar)
         limits = config.response_tokens, config.max_len
-        made = rollouts.complete(target, prompts, config.temperatures, *limits, engine, config.seed, not config.quiet)
+        made = rollouts.complete(target, prompts, config.temperatures, *limits, engine, config.seed, progress=bar)
         about = {"model": target.name} | {name: getattr(config, name) for name in ("prompts", "temperatures", "seed")}
         path.parent.mkdir(parents=True, exist_ok=True)
         rollouts.save(path, made, about)

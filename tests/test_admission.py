@@ -179,10 +179,10 @@ def test_nobody_comes_and_nobody_goes():
         engine.insert_all(state, [None])
 
 
-@pytest.mark.parametrize("unseen", [-1, -2, True, 1.0, "1", 6])
+@pytest.mark.parametrize("unseen", [0, -1, True, 1.0, "1", 6])
 def test_unseen_is_checked(unseen):
     engine = program()
-    with pytest.raises(ValueError, match="unseen must be an integer from 0 to 5"):
+    with pytest.raises(ValueError, match="unseen must be an integer from 1 to 5"):
         engine.decode(PARAMS, engine.init(), None, unseen)
 
 

@@ -1,6 +1,7 @@
 """Donation and capture: the same bytes in the same storage, and no old state read by mistake."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -361,3 +362,39 @@ def test_other_storage_is_seen_in_the_same_arguments():
     params.a.data = torch.tensor([5.0, 5.0])
     assert fast(params, pair(0.0)).a.tolist() == [5, 5]
     assert fast._known["params"].place[0] == params.a.data_ptr()
+
+
+class Replay:
+    """In place of a CUDA graph, which there is none of here: a step that changes nothing."""
+
+    many = True
+
+    def __call__(self, seen: Any) -> list[str]:
+        return ["info"]
+
+
+def test_a_state_that_was_handed_out_is_known_when_it_comes_back(monkeypatch):
+    """Bugs: the host flattens and hashes state and weights in every round; other storage in a known state unseen."""
+    module = sys.modules["nanospec_fn.capture"]
+    monkeypatch.setattr(module, "_Graph", Replay)
+    monkeypatch.setattr(module.Captured, "_capture", lambda self, bound: Replay())
+    flattened, flatten = [], pytree.tree_flatten
+    monkeypatch.setattr(pytree, "tree_flatten", lambda tree, *a: flattened.append(tree) or flatten(tree, *a))
+
+    def step(params: Pair, state: Pair, put: Any = struct.put) -> tuple[Pair, str]:
+        return state, "info"
+
+    fast, params, first = ns.capture(step), pair(1), pair(2)
+    home = first.a
+    second, info = fast(params, first)
+    assert info == "info"
+    assert second.a is home
+    with pytest.raises(ns.DonatedError):
+        first.a  # noqa: B018
+    flattened.clear()
+    third, _ = fast(params, second)
+    assert (flattened, fast.captures) == ([], 1)
+    third.a.data = torch.zeros_like(home)
+    fourth, _ = fast(params, third)
+    assert flattened == [third], "looked at again"
+    assert fourth.a is home

@@ -50,9 +50,8 @@ PROMISES = (ROOT / "docs" / "promises.md").read_text()
 def blocks(page: Path, language: str) -> list[str]:
     """The fenced blocks of a language in a page, "" for those that name none; not those inside a longer fence."""
     text = re.sub(r"^````.*?^````$", "", page.read_text(), flags=re.M | re.S)
-    fenced = re.findall(
-        r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S
-    )  # of any language: a fence ends one or begins one
+    # All of them, whatever their language: else the end of one is taken for the beginning of the next.
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S)
     return [body for name, body in fenced if name == language]
 
 

@@ -193,11 +193,11 @@ def scripted_time(engine: Engine, monkeypatch: pytest.MonkeyPatch, ms: Sequence[
     now, taken, run = [0.0], Counter(), engine.run
     monkeypatch.setattr(reports.time, "perf_counter", lambda: now[0])
 
-    def timed(requests: Any, bucket: int, chunk: int, variant: int, alone: bool, step: int) -> Any:
-        report = run(requests, bucket, chunk, variant, alone, step)
+    def timed(requests: Any, bucket: int, chunk: int, choice: variants.Choice, step: int) -> Any:
+        report = run(requests, bucket, chunk, choice, step)
         if not chunk:
-            taken[variant] += 1
-            now[0] += ms[variant] / 1e3
+            taken[choice.variant] += 1
+            now[0] += ms[choice.variant] / 1e3
         return report
 
     monkeypatch.setattr(engine, "run", timed)
@@ -253,9 +253,9 @@ def steps_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     """Of every step that the engine runs: its bucket, whether it is a prefill, whether it is the target's alone."""
     seen, run = [], engine.run
 
-    def noted(requests: Any, bucket: int, chunk: int, variant: int, alone: bool, step: int) -> Any:
-        seen.append((bucket, chunk > 0, alone))
-        return run(requests, bucket, chunk, variant, alone, step)
+    def noted(requests: Any, bucket: int, chunk: int, choice: variants.Choice, step: int) -> Any:
+        seen.append((bucket, chunk > 0, choice.alone))
+        return run(requests, bucket, chunk, choice, step)
 
     monkeypatch.setattr(engine, "run", noted)
     return seen
@@ -268,7 +268,7 @@ def test_too_many_slots_for_any_tree_leave_the_draft_out(monkeypatch):
     plain = ns.generate(target(), starts, sampling)
     draft = ns.load_draft("frozen", target())
     engine = ns.prepare(target(), draft, dataclasses.replace(AUTO, max_slots=4), TREE)
-    engine.choice = dataclasses.replace(engine.choice, max_rows=8)  # two slots with a short chain each
+    engine.variants = dataclasses.replace(engine.variants, max_rows=8)  # two slots with a short chain each
     used = []
     propose = type(draft.method).propose
     monkeypatch.setattr(type(draft.method), "propose", lambda *args: used.append(len(args[4])) or propose(*args))
@@ -286,7 +286,7 @@ def test_too_many_slots_for_any_tree_leave_the_draft_out(monkeypatch):
 def test_beside_a_lossy_request_the_draft_is_never_left_out(monkeypatch):
     """Bug: holes in what a lossy request's draft has seen, which its law depends on (G1b)."""
     engine = ns.prepare(target(), ns.load_draft("frozen", target()), AUTO, TREE)
-    engine.choice = dataclasses.replace(engine.choice, max_rows=1)
+    engine.variants = dataclasses.replace(engine.variants, max_rows=1)
     seen = steps_of(engine, monkeypatch)
     lossy = ns.Sampling(max_tokens=6, temperature=1.0, rule="power", alpha=0.3)
     ns.generate(target(), [prompt(5, i) for i in range(3)], [ns.Sampling(max_tokens=9)] * 2 + [lossy], engine=engine)
@@ -302,8 +302,9 @@ def test_the_target_alone_leaves_the_drafts_state_as_it_is():
         params = ns.Params(target().params, one.params if one else ())
         state = program.insert(program.init(), 1, prompt(7), ns.Sampling(temperature=1.0))
         before = state.draft
-        state, first = program.prefill(params, state, alone=alone)
-        state, second = program.decode(params, state, unseen=0 if alone else None)
+        runs = program.alone() if alone else program
+        state, first = runs.prefill(params, state)
+        state, second = runs.decode(params, state)
         found.append([(i.tokens[1, :1], i.target_logp[1, :1], i.count) for i in (first, second)])
         assert struct.bytes_equal(before, state.draft)
     assert struct.bytes_equal(*found)
@@ -322,10 +323,10 @@ def test_off_beside_a_lossy_request(monkeypatch):
     scripted_time(engine, monkeypatch, (1.0, 50.0, 50.0, 50.0))
     run, seen = engine.run, []
 
-    def watched(requests: Any, bucket: int, chunk: int, variant: int, alone: bool, step: int) -> Any:
+    def watched(requests: Any, bucket: int, chunk: int, choice: variants.Choice, step: int) -> Any:
         if not chunk:
-            seen.append((1 in requests.values(), variant))
-        return run(requests, bucket, chunk, variant, alone, step)
+            seen.append((1 in requests.values(), choice.variant))
+        return run(requests, bucket, chunk, choice, step)
 
     monkeypatch.setattr(engine, "run", watched)
     got = ns.generate(target(), starts, sampling, engine=engine)
@@ -362,7 +363,7 @@ def test_off_in_a_trace(tmp_path):
     st.sampled_from(
         (ns.Speculation(1, 4), ns.Speculation(3, 3), ns.Speculation(2, 5, 7), ns.Speculation(1, 5, None, True))
     ),
-    st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    st.lists(st.integers(0, 4), min_size=1, max_size=12),
     st.lists(
         st.tuples(st.integers(1, 20), st.integers(1, 14), st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=5
     ),
@@ -390,8 +391,8 @@ def test_any_choice_gives_the_bytes_of_plain_decoding(name, spec, choices, jobs,
     engine = watch(ns.prepare(model, draft, config, spec))
     engine.behind = behind
     dice = itertools.cycle(choices)
-    engine.pick = lambda lossy, bucket: next(dice) % len(engine.shapes)
-    engine.goes_alone = lambda lossy, bucket: next(dice) == 3
+    some = (variants.Choice(0, alone=True), *map(variants.Choice, range(len(engine.shapes))))
+    engine.choose = lambda bucket, lossy, beside: some[next(dice) % len(some)]
     got = ns.generate(model, starts, sampling, engine=engine)
     for start, request, one in zip(starts, sampling, got, strict=True):
         want = reference.reference(model, tuple(start), request)
@@ -453,7 +454,7 @@ def test_the_draft_keeps_up_through_plain_rounds(choices, jobs, max_slots, spare
     engine = watch(ns.prepare(model, ns.load_draft("frozen", model), config, spec))
     engine.behind = behind
     dice = itertools.cycle(choices)
-    engine.pick = lambda lossy, bucket: next(dice)
+    engine.choose = lambda bucket, lossy, beside: variants.Choice(next(dice))
     run, lacking = engine.run, []
 
     def checked(*args: Any) -> Any:

@@ -17,9 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nanospec_fn.kernels import cpu
-from nanospec_fn.kernels.dependent import dependent, enter
+from nanospec_fn.kernels.dependent import enter, launch_options
 
 BLOCK = cpu.KV_BLOCK  # positions; page sizes divide it
+SMALL = 16  # rows of the smallest tile that a dot takes
+FULL = 256  # tiles that keep a device busy; fewer are cut, so that a block of keys has a program to itself
+MOST = 1024  # programs of a launch that is cut
 # Which blocks: all; those that the rows of a slot share; those that each row has for itself.
 ALL, SHARED, OWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -185,8 +188,8 @@ def attend(
     if not n:
         return out
     blocks = triton.cdiv(page_table.shape[1] * size, BLOCK)
-    if split is None:  # a program for each block where there are too few rows to fill the device
-        split = b * kv_heads * (r if tree else triton.cdiv(r * groups, 16)) < 256
+    if split is None:
+        split = b * kv_heads * (r if tree else triton.cdiv(r * groups, SMALL)) < FULL
     rows = rows or _tile_rows(q, r * groups, split)
     tiles = triton.cdiv(r * groups, rows)
     finishing = b * kv_heads * (r if tree else tiles)  # tiles of the launch that writes `out`, a counter each
@@ -203,12 +206,13 @@ def attend(
             ancestors, page_table, d**-0.5, q.stride(0), pool.stride(0), pool.stride(1), pool.stride(2),
             slot_tiles, r, page_table.shape[1], size, ancestors.shape[-1], per_query, kv_heads, d,
             G=groups, ROWS=tile_rows, WIDTH=triton.next_power_of_2(d), BLOCK=BLOCK, PART=part, SPLIT=split,
-            **_launch(tile_rows, split and not tree), enable_fp_fusion=False, **dependent(q.device),
+            num_warps=_warps(tile_rows, tree, split), num_stages=2, enable_fp_fusion=False,
+            **launch_options(q.device),
         )  # fmt: skip
 
-    most = min(blocks, max(1, 1024 // (b * kv_heads * tiles)))
+    most = min(blocks, max(1, MOST // (b * kv_heads * tiles)))
     if tree:
-        own_rows = max(16, triton.next_power_of_2(groups))
+        own_rows = max(SMALL, triton.next_power_of_2(groups))
         run(SHARED.value, tiles, rows, most)
         run(OWN.value, r, own_rows, triton.cdiv(BLOCK - 1 + ancestors.shape[-1], BLOCK))
     else:
@@ -222,15 +226,17 @@ def _tile_rows(q: Tensor, queries: int, split: bool) -> int:
     Small tiles for decoding's few queries, where a tile's time is that of its loads and more programs hide it.
     Source: swept on an H200 (docs/performance.md).
     """
-    most = 16 if q.dtype == torch.float32 else 128 if triton.next_power_of_2(q.shape[2]) <= 128 else 64
+    most = SMALL if q.dtype == torch.float32 else 128 if triton.next_power_of_2(q.shape[2]) <= 128 else 64
     if queries <= 128:
-        most = min(most, 16 if split else 32)
-    return min(most, max(16, triton.next_power_of_2(queries)))
+        most = min(most, SMALL if split else 2 * SMALL)
+    return min(most, max(SMALL, triton.next_power_of_2(queries)))
 
 
-def _launch(rows: int, shared: bool) -> dict[str, int]:
-    """How a tile of so many rows runs; shared: its programs have one block each. Source: as for `_tile_rows`."""
-    return {"num_warps": 8 if rows >= 128 else 2 if rows == 16 and not shared else 4, "num_stages": 2}
+def _warps(rows: int, tree: bool, split: bool) -> int:
+    """Of a tile of so many rows. Source: as for `_tile_rows`."""
+    if rows >= 128:
+        return 8
+    return 2 if tree or (rows == SMALL and not split) else 4
 
 
 def _shares(q: Tensor, per_query: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,9 +1,9 @@
 """Dependent launches (from Hopper on): a kernel's programs take their places while the kernel before it still ends.
 
-A kernel that is launched so calls `wait` before it reads or writes anything that another one does, and `release` where
-the next may come: its programs then stand in line, so no launch is waited for. `wait` returns when the kernel before
-has ended, what it wrote in sight. Early `release` suits a kernel of few programs; in a product it comes last, or the
-next one's programs would crowd on the processors that are free first.
+What is launched so calls `wait` before it reads or writes anything that another kernel does, and `release` where the
+next one's programs may begin to come. A kernel of few programs releases at its start; a product last, or the next one's
+programs would crowd on the processors that are free first. Kernels that run once a layer, or once a level of a tree,
+are launched so; what runs once a round is not worth it. A kernel launched in the ordinary way waits by itself.
 """
 
 import functools
@@ -17,26 +17,28 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait(DEPENDENT: tl.constexpr):
+    """Until the kernel before has ended, and all that it wrote can be read."""
     if DEPENDENT:
         gdc_wait()
 
 
 @triton.jit
 def release(DEPENDENT: tl.constexpr):
+    """Let the next kernel's programs come, once all programs of this one have said so or ended."""
     if DEPENDENT:
         gdc_launch_dependents()
 
 
 @triton.jit
 def enter(DEPENDENT: tl.constexpr):
-    """Both, at the start of a kernel that is short."""
+    """`wait` and `release`: how a short kernel begins."""
     wait(DEPENDENT)
     release(DEPENDENT)
 
 
 @functools.cache
-def dependent(device: torch.device) -> dict[str, Any]:
-    """The options of a launch on this device: the kernel's DEPENDENT, and Triton's own where it can be True."""
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """What a kernel of this kind is launched with on a device: its DEPENDENT, and Triton's own option for it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return {"DEPENDENT": False}
     return {"DEPENDENT": True, "launch_pdl": True}

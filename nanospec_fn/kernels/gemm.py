@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanospec_fn.kernels.dependent import dependent, release, wait
+from nanospec_fn.kernels.dependent import launch_options, release, wait
 
 SMS = 132  # of an H100 and an H200
 
@@ -186,8 +186,11 @@ def pick_tile(n: int, outer: int, dtype: torch.dtype) -> Tile:
     if n > 32 and many:
         return Tile(64, 128, 64, 8, 5)
     rows = 16 if n <= 16 else 32 if n <= 32 or narrow else 64
-    # One program of a narrow product to a processor: the next product's then spread over all of them.
-    return Tile(rows, 64, 128, 4, 4 if many else 5 if rows == 64 else 7)
+    if many:
+        return Tile(rows, 64, 128, 4, 4)
+    # Seven stages leave no room beside them: programs that are fewer than processors have one each, and the next
+    # kernel's, which come early, spread likewise. With 64 rows five do the same.
+    return Tile(rows, 64, 128, 4, 5 if rows == 64 else 7)
 
 
 def linear(
@@ -213,7 +216,7 @@ def linear(
     tile = tile or pick_tile(n, w.shape[0], x.dtype)
     tiles = triton.cdiv(n, tile.rows) * triton.cdiv(outer, tile.cols // 2 if gated else tile.cols)
     result = (out, out if residual is None else residual.contiguous(), n, outer, inner)
-    launch = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False, **dependent(x.device)}
+    launch = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False, **launch_options(x.device)}
     shape = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "ADD": residual is not None, "PAIR": gated}
     if tile.copies == "tma" and inner * x.element_size() % 16 == 0:
         x_tiles = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])

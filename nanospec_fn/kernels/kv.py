@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanospec_fn.kernels.dependent import dependent, enter
+from nanospec_fn.kernels.dependent import enter, launch_options
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def turn_and_write(
             qkv, cos, sin, q, arrived, pool, store, position, page_table, pool.stride(0), pool.stride(1),
             store.shape[1], page_table.shape[1], pool.shape[2], q.shape[1], kv_heads, d // 2,
             WIDTH=triton.next_power_of_2(d // 2), BLOCK=block, ZERO=triton.next_power_of_2(kv_heads),
-            num_warps=2, enable_fp_fusion=False, **dependent(qkv.device),
+            num_warps=2, enable_fp_fusion=False, **launch_options(qkv.device),
         )  # fmt: skip
     return q, arrived
 

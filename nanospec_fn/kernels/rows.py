@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanospec_fn.kernels.dependent import dependent, enter
+from nanospec_fn.kernels.dependent import enter, launch_options
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _rms_norm(x, weight, out, E, eps, WIDTH: tl.constexpr, DEPENDENT: tl.constex
 def _norm_launch(e: int, device: torch.device) -> dict[str, Any]:
     width = triton.next_power_of_2(e)
     warps = min(16, max(1, width // 512))
-    return {"WIDTH": width, "num_warps": warps, "enable_fp_fusion": False, **dependent(device)}
+    return {"WIDTH": width, "num_warps": warps, "enable_fp_fusion": False, **launch_options(device)}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -147,7 +147,7 @@ def angles(position: Tensor, freq: Tensor) -> tuple[Tensor, Tensor]:
     if n:
         _angles[(n,)](
             position.contiguous(), freq, cos, sin, half,
-            WIDTH=triton.next_power_of_2(half), num_warps=1, enable_fp_fusion=False, **dependent(position.device),
+            WIDTH=triton.next_power_of_2(half), num_warps=1, enable_fp_fusion=False, **launch_options(position.device),
         )  # fmt: skip
     return cos, sin
 
@@ -167,7 +167,7 @@ def rows_at(x: Tensor, row: Tensor) -> Tensor:
     m = row.shape[1]
     out = torch.empty(b, m, f, dtype=x.dtype, device=x.device)
     if out.numel():
-        launch = {"WIDTH": 1024, "num_warps": 4, **dependent(x.device)}
+        launch = {"WIDTH": 1024, "num_warps": 4, **launch_options(x.device)}
         _rows_at[(b * m, triton.cdiv(f, 1024))](x, row, out, r, m, f, **launch)
     return out
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanospec_fn.kernels.dependent import dependent, enter
+from nanospec_fn.kernels.dependent import enter, launch_options
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def expand(
         _expand[(b,)](
             *old, *out, token.contiguous(), logp.contiguous(), *((base, live, *rows) if rows else unused),
             n, level, m, k, NODES=triton.next_power_of_2(n), CANDIDATES=triton.next_power_of_2(m * k),
-            ROWS=bool(rows), num_warps=4, **dependent(token.device),
+            ROWS=bool(rows), num_warps=4, **launch_options(token.device),
         )  # fmt: skip
     return out, rows
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanospec_fn.kernels.dependent import dependent, enter
+from nanospec_fn.kernels.dependent import enter, launch_options
 
 SEGMENT = 4096  # vocabulary ids of a program
 TOP = 16384  # ids that `top` looks at at once
@@ -133,6 +133,6 @@ def top(x: Tensor, k: int, names: Tensor | None = None) -> tuple[Tensor, Tensor]
         width = min(TOP, triton.next_power_of_2(v))
         _top[(n,)](
             x, ids if names is None else names, values, ids, v, k, WIDTH=width, NAMED=names is not None,
-            num_warps=max(1, width // 512), enable_fp_fusion=False, **dependent(x.device),
+            num_warps=max(1, width // 512), enable_fp_fusion=False, **launch_options(x.device),
         )  # fmt: skip
     return values, ids
