@@ -6,9 +6,11 @@ gets a fresh wrapper over those buffers, and the old one is consumed (reads rais
 all; on CUDA the same call is captured once per key and replayed.
 """
 
+import dataclasses
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -101,9 +103,9 @@ class Captured:
         self._graphs: dict[tuple[int, ...], _Graph | Callable[..., Any]] = {}
         self._numbers: dict[tuple[str, _Part], int] = {}  # of the arguments' parts of keys: quicker to hash
         self._last: dict[str, _Part] = {}  # the arguments' parts of the newest capture
-        # What comes again as it is, the weights and the state handed out last: to flatten them and hash their parts at
-        # every call would take longer than a graph's launch. They live as long as this, or until others come.
-        self._known: dict[str, _Seen] = {}
+        # What comes again as it is, the weights and a state that was handed out: to flatten them and hash their parts
+        # at every call would take longer than a graph's launch. Nothing lives longer for being known.
+        self._known: weakref.WeakKeyDictionary[Any, tuple[str, _Seen]] = weakref.WeakKeyDictionary()
 
     @property
     def captures(self) -> int:
@@ -120,7 +122,7 @@ class Captured:
         if not isinstance(run, _Graph):
             return run(*bound.args, **bound.kwargs)
         others = run(seen)
-        states = [self._hand_over(name, seen[name]) for name in self._donate]
+        states = [self._hand_over(name, bound.arguments[name], seen[name]) for name in self._donate]
         return (*states, *others) if run.many else states[0]
 
     def why(self, *args: Any, **kwargs: Any) -> str:
@@ -134,19 +136,20 @@ class Captured:
             for path, old, new in zip(struct.leaf_names(value), old_leaves, leaves, strict=True):
                 if old != new:
                     return f"{name}{path}: {old} -> {new}"
-        return ""
+        return next((f"{name}: not given" for name in self._last if name not in bound.arguments), "")
 
     def _see(self, name: str, value: Any) -> "_Seen":
-        known = self._known.get(name)
-        if known and known.value is value and known.place == [leaf.data_ptr() for leaf in known.tensors]:
-            return known
+        comes_again = name in self._pinned or name in self._donate
+        known = self._known.get(value) if comes_again and _lasting(value) else None
+        if known and known[0] == name and struct.is_live(value) and known[1].place == _places(known[1].tensors):
+            return known[1]
         leaves, spec = pytree.tree_flatten(value)
         part = self._part(name, leaves, spec)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         number = self._numbers.setdefault((name, part), len(self._numbers))
-        seen = _Seen(value, leaves, tensors, [leaf.data_ptr() for leaf in tensors], part, number)
-        if name in self._pinned:
-            self._known[name] = seen
+        seen = _Seen(leaves, tensors, _places(tensors), part, number)
+        if name in self._pinned and _lasting(value) and _fixed(value):
+            self._known[value] = name, seen
         return seen
 
     def _part(self, name: str, leaves: list[Any], spec: Any) -> "_Part":
@@ -154,11 +157,15 @@ class Captured:
         bound = name in self._donate or name in self._pinned
         return spec, tuple(_leaf_key(leaf, bound) for leaf in leaves)
 
-    def _hand_over(self, name: str, given: "_Seen") -> Any:
+    def _hand_over(self, name: str, given: Any, seen: "_Seen") -> Any:
         """A fresh wrapper over a state's tensors, known when it comes back; the old one is consumed."""
-        struct.consume(given.value)
-        fresh = pytree.tree_unflatten(given.leaves, given.part[0])
-        self._known[name] = replace(given, value=fresh)
+        fixed = _lasting(given) and (given in self._known or _fixed(given))
+        if fixed:
+            self._known.pop(given, None)
+        struct.consume(given)
+        fresh = pytree.tree_unflatten(seen.leaves, seen.part[0])
+        if fixed:
+            self._known[fresh] = name, seen
         return fresh
 
     def _capture(self, bound: inspect.BoundArguments) -> "_Graph | Callable[..., Any]":
@@ -177,12 +184,30 @@ _Part = tuple[Any, tuple[Any, ...]]
 class _Seen:
     """A flattened argument of a call."""
 
-    value: Any
-    leaves: list[Any]  # of value
+    leaves: list[Any]
     tensors: list[Tensor]  # those of the leaves that are
-    place: list[int]  # the tensors' addresses, by which a swapped `.data` shows
+    place: list[Any]  # of the tensors, by which a swapped `.data` shows
     part: _Part  # of the key
     number: int  # of the part, among those met
+
+
+def _places(tensors: Sequence[Tensor]) -> list[Any]:
+    return [*map(Tensor.data_ptr, tensors), *map(Tensor.stride, tensors)]
+
+
+def _lasting(value: Any) -> bool:
+    """Whether a value can be known by itself, for as long as it lives."""
+    return hasattr(value, "__weakref__") and type(value).__eq__ is object.__eq__
+
+
+def _fixed(value: Any) -> bool:
+    """Whether a pytree keeps its leaves: frozen dataclasses and tuples of such."""
+    if isinstance(value, tuple):
+        return all(map(_fixed, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        frozen = getattr(value, "__dataclass_params__").frozen  # noqa: B009 (no type knows of it)
+        return frozen and all(_fixed(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return pytree.tree_is_leaf(value)
 
 
 def shared_pool() -> Any:
@@ -247,7 +272,7 @@ class _Graph:
 
 def _leaf_key(leaf: Any, bound: bool) -> Any:
     if not isinstance(leaf, Tensor):
-        return leaf
+        return type(leaf), leaf
     place = (leaf.data_ptr(), leaf.stride()) if bound and leaf.is_cuda else ()
     return leaf.dtype, leaf.shape, leaf.device, place
 

@@ -37,7 +37,7 @@ def rewritten(**kwargs: Any) -> Any:
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static, rewritten))
 def state(cls: type[T]) -> type[T]:
     """Make `cls` a frozen, slotted dataclass and register it as a pytree node."""
-    cls = dataclasses.dataclass(frozen=True, eq=False, slots=True)(cls)
+    cls = dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -100,6 +100,16 @@ def consume(obj: Any) -> None:
 def _field_names(cls: type) -> tuple[str, ...]:
     """Of a dataclass; () for any other type."""
     return tuple(f.name for f in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
+
+
+def is_live(obj: Any) -> bool:
+    """Whether a state has not been consumed."""
+    try:
+        for name in _field_names(obj.__class__)[:1]:
+            getattr(obj, name)
+    except DonatedError:
+        return False
+    return True
 
 
 def put(dest: Tensor, index: tuple[Tensor, ...], value: Tensor) -> Tensor:

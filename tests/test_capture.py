@@ -1,7 +1,9 @@
 """Donation and capture: the same bytes in the same storage, and no old state read by mistake."""
 
+import gc
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -356,12 +358,23 @@ def test_other_storage_is_seen_in_the_same_arguments():
 
     fast, params = ns.capture(step), pair(1)
     state = fast(params, pair(0.0))
-    known = fast._known["params"]
+    known = fast._known[params][1]
     fast(params, state)
-    assert fast._known["params"] is known
+    assert fast._known[params][1] is known
     params.a.data = torch.tensor([5.0, 5.0])
     assert fast(params, pair(0.0)).a.tolist() == [5, 5]
-    assert fast._known["params"].place[0] == params.a.data_ptr()
+    assert fast._known[params][1].place[0] == params.a.data_ptr()
+
+
+def test_why_tells_of_an_argument_that_is_missing():
+    def step(params: Pair, state: Pair, more: Any = None, put: Any = struct.put) -> Pair:
+        return state
+
+    fast = ns.capture(step)
+    fast(pair(), pair(), 1)
+    assert fast.why(pair(), pair(), 1) == ""
+    assert fast.why(pair(), pair(), True) == "more: (<class 'int'>, 1) -> (<class 'bool'>, True)"
+    assert fast.why(pair(), pair()) == "more: not given"
 
 
 class Replay:
@@ -373,28 +386,60 @@ class Replay:
         return ["info"]
 
 
-def test_a_state_that_was_handed_out_is_known_when_it_comes_back(monkeypatch):
-    """Bugs: the host flattens and hashes state and weights in every round; other storage in a known state unseen."""
+@pytest.fixture
+def replayed(monkeypatch) -> Any:
+    """A step that returns its state as it is, "captured"."""
     module = sys.modules["nanospec_fn.capture"]
     monkeypatch.setattr(module, "_Graph", Replay)
     monkeypatch.setattr(module.Captured, "_capture", lambda self, bound: Replay())
-    flattened, flatten = [], pytree.tree_flatten
-    monkeypatch.setattr(pytree, "tree_flatten", lambda tree, *a: flattened.append(tree) or flatten(tree, *a))
 
-    def step(params: Pair, state: Pair, put: Any = struct.put) -> tuple[Pair, str]:
+    def step(params: Any, state: Any, other: Any = None, put: Any = struct.put) -> tuple[Any, str]:
         return state, "info"
 
-    fast, params, first = ns.capture(step), pair(1), pair(2)
+    return ns.capture(step)
+
+
+def test_a_state_that_was_handed_out_is_known_when_it_comes_back(replayed, monkeypatch):
+    """Bugs: the host flattens and hashes state and weights in every round; other storage in a known state unseen."""
+    flattened, flatten = [], pytree.tree_flatten
+    monkeypatch.setattr(pytree, "tree_flatten", lambda tree, *a: flattened.append(tree) or flatten(tree, *a))
+    params, first = pair(1), pair(2)
     home = first.a
-    second, info = fast(params, first)
+    second, info = replayed(params, first)
     assert info == "info"
     assert second.a is home
     with pytest.raises(ns.DonatedError):
         first.a  # noqa: B018
     flattened.clear()
-    third, _ = fast(params, second)
-    assert (flattened, fast.captures) == ([], 1)
-    third.a.data = torch.zeros_like(home)
-    fourth, _ = fast(params, third)
+    third, _ = replayed(params, second)
+    assert (flattened, replayed.captures) == ([], 1)
+    third.a.data = torch.zeros(4)[::2]
+    fourth, _ = replayed(params, third)
     assert flattened == [third], "looked at again"
     assert fourth.a is home
+
+
+def test_a_known_state_lives_no_longer_for_it(replayed):
+    """Bug: a dropped state's pools stay, and the next one needs as much again."""
+    state, _ = replayed(pair(), pair())
+    gone = weakref.ref(state.b)
+    del state
+    gc.collect()
+    assert gone() is None
+
+
+def test_containers_that_change_are_looked_at_every_time(replayed):
+    """Bug: a dict that was handed out is put back as it was then."""
+    state, _ = replayed(pair(), {"a": torch.zeros(2)})
+    state["a"] = new = torch.ones(2)
+    assert replayed(pair(), state)[0]["a"] is new
+
+
+def test_no_state_is_consumed_beside_one_that_was(replayed):
+    """Bug: a refused call takes the good state with it."""
+    two = ns.capture(replayed._step, donate=("state", "other"))
+    good, bad, _ = two(pair(), pair(), pair())
+    struct.consume(bad)
+    with pytest.raises(ns.DonatedError):
+        two(pair(), good, bad)
+    assert good.a.tolist() == [1, 1]
