@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         arguments.check_engine(parser, args)
+        arguments.make_folder(args.out)
         model, draft_name, draft = widen.load(args.model, args.draft, args.like, args.device)
         found = measure(model, draft, args.prompts, args.tokens, args.repeats, args.backend)
     except (ValueError, FileNotFoundError) as error:
@@ -45,7 +46,6 @@ def main(argv: list[str] | None = None) -> int:
     row = {"model": model.name, "draft": draft_name, "prompts": args.prompts, "tokens": args.tokens} | found
     line = jsonl.to_line(row | about(model))
     print(line)
-    args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / f"prefill-{Path(model.name).name}.jsonl").open("a", encoding="utf-8") as out:
         out.write(line + "\n")
     return 0

@@ -118,7 +118,7 @@ def plan(args: argparse.Namespace, shapes: Sequence[ns.Speculation]) -> tuple[It
             f"the model's context is {model.cfg.max_context}"
         )
     requests = [chat.encode(model.tokenizer, text) for text in texts]
-    args.out.mkdir(parents=True, exist_ok=True)
+    arguments.make_folder(args.out)
     file = args.out / f"roofline-{Path(model.name).name}.jsonl"
     return measured(args, model, draft, shapes, requests, {"model": model.name, "draft": name}), file
 

@@ -109,9 +109,9 @@ def main(argv: list[str] | None = None) -> int:
             ns.EngineConfig(max_slots=bs, attend=args.backend).validate()
         make_rows = apart.plan if args.engine[0] in apart.MODULE else plan
         missing = make_rows(args, texts, speculation)
+        arguments.make_folder(args.out)
     except (ValueError, FileNotFoundError) as error:
         parser.error(" ".join(str(error).split()))
-    args.out.mkdir(parents=True, exist_ok=True)
     try:
         for row in missing:
             line = jsonl.to_line(row)

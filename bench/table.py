@@ -6,14 +6,13 @@ elsewhere and stand in a table of their own, which no ratio looks at.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanospec_fn import arguments
+from nanospec_fn import arguments, jsonl
 
 OWN = "nanospec"
 ONE = ("gpu", "model", "prompt_set", "commit")  # of these a table has one value
@@ -65,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = [row for _, row in found if is_row(row)]
         measured = [row for row in rows if "source" not in row and matches(row, args.only)]
         print(render(measured, [row for row in rows if "source" in row]), end="")
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0
 
@@ -77,24 +76,41 @@ def read(path: Path) -> list[Any]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    text = path.read_text(encoding="utf-8")
-    lines = text.split("\n")
+    lines = path.read_bytes().split(b"\n")
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = jsonl.load(line, f"{path}:{number}: not valid JSON")
         except ValueError:
             if number < len(lines):
-                raise ValueError(f"{path}:{number}: not valid JSON") from None
+                raise
             print(f"bench.table: {path}:{number}: torn, left out", file=sys.stderr)
             continue
-        absent = {*ONE, "tok_s"} - set(row) if is_row(row) and "source" not in row else set()
-        if absent:
-            raise ValueError(f"{path}:{number}: a row without {sorted(absent)[0]!r}")
+        if is_row(row):
+            check_row(row, f"{path}:{number}")
         found.append(row)
     return found
+
+
+def check_row(row: Row, where: str) -> None:
+    """Errors: ValueError that begins with `where`, for a row that lacks a field or holds what no table can show."""
+    quoted = "source" in row
+    absent = sorted({*ONE, "run", "tok_s"} - set(row)) if not quoted else []
+    if absent:
+        raise ValueError(f"{where}: a row without {absent[0]!r}")
+    for name, value in row.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in ("engine", "config") and not isinstance(value, str):
+            raise ValueError(f"{where}: {name} must be a string, got {value!r}")
+        if name in ("bs", "run") and not (number and isinstance(value, int)):
+            raise ValueError(f"{where}: {name} must be an integer, got {value!r}")
+        missing = value is None and (quoted or name != "tok_s")
+        if name in COLUMNS and not number and not missing:
+            raise ValueError(f"{where}: {name} must be a number, got {value!r}")
+        if isinstance(value, list | dict):
+            raise ValueError(f"{where}: {name} must be one value, got {value!r}")
 
 
 def is_row(value: Any) -> bool:

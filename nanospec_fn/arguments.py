@@ -137,18 +137,37 @@ def path(text: str) -> Path:
 
 def folder(text: str) -> Path:
     """The type of a folder to write into, which need not exist."""
-    place = path(text)
-    found = next(part for part in (place, *place.parents) if part.exists())
+    place = _looked_at(path(text))
+    found = next(part for part in (place, *place.parents) if os.path.lexists(part))
     if not found.is_dir():
-        raise argparse.ArgumentTypeError(f"{found} is a file")
-    if not os.access(found, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{found} is {'a file' if found.exists() else 'a link to nothing'}")
+    if not os.access(found, os.W_OK | os.X_OK):
         raise argparse.ArgumentTypeError(f"{found} may not be written to")
+    return place
+
+
+def make_folder(place: Path) -> None:
+    """Make a folder, and those above it, before any work is done for it. Errors: ValueError that names it."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"argument --out: {place}: {error.strerror}") from None
+
+
+def _looked_at(place: Path) -> Path:
+    """The same, unless the system does not let us look: a name that is too long, a folder that may not be entered."""
+    try:
+        place.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{place}: {error.strerror}") from None
     return place
 
 
 def file(text: str) -> Path:
     """The type of a file to write."""
-    place = path(text)
+    place = _looked_at(path(text))
     if place.is_dir() or not place.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{place} is a folder, or in one that does not exist")
     return place

@@ -338,7 +338,9 @@ class Program:
     def prefill(
         self, params: Params, state: State, slot: Tensor | None = None, chunk: int | None = None, put: Write = put
     ) -> tuple[State, Info]:
-        """`step.prefill`: one chunk of prompt for every slot that has some left."""
+        """`step.prefill`: one chunk of prompt for every slot that has some left. Errors: ValueError for a bad chunk."""
+        if chunk is not None and (type(chunk) is not int or chunk < 1):
+            raise ValueError(f"chunk must be a positive integer, got {chunk!r}")
         return step.prefill(self.static, params, state, slot, chunk, put)
 
     def decode(

@@ -74,6 +74,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         outcomes = [] if change is None else counterfactual(found, change)
     except ValueError as error:
         parser.error(f"argument {option}: {error}")
+    if change is not None and not outcomes:
+        parser.error(f"argument FILE: {args.file} has no drafted rounds to judge")
     if change is not None:
         report = summary(found, change, outcomes)
         print(jsonl.to_line(report) if args.json else "\n".join(lines(report)))

@@ -1,5 +1,6 @@
 """Which code a row was measured with. Needs nothing installed, so that modal_app.py can ask too."""
 
+import hashlib
 import importlib.metadata
 import os
 import subprocess
@@ -7,14 +8,19 @@ from pathlib import Path
 
 
 def commit() -> str | None:
-    """$NANOSPEC_COMMIT, else the checkout's commit ("-dirty" where it has changes), else None."""
+    """$NANOSPEC_COMMIT, else the checkout's commit (with "-dirty-" and a hash of its changes, if any), else None."""
     if given := os.environ.get("NANOSPEC_COMMIT"):
         return given
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        name = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").decode().strip()
+        return f"{name}-{hashlib.sha256(_git('diff', 'HEAD')).hexdigest()[:8]}" if name.endswith("-dirty") else name
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _git(*words: str) -> bytes:
+    command = ["git", "-C", str(Path(__file__).parent), *words]
+    return subprocess.run(command, capture_output=True, check=True).stdout
 
 
 def version(engine: str) -> str | None:

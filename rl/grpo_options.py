@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=arguments.natural, help="of the problems' order and of what is sampled")
     add(
         "--out",
-        type=arguments.path,
+        type=arguments.folder,
         help="folder of the log and the checkpoint (runs/NAME, the name made from the options)",
     )
     add("--resume", action="store_true", help="go on from the checkpoint in --out; without one, start")

@@ -137,6 +137,11 @@ def label(run: Run) -> str:
     return f"{run.name} ({acceptance(run.options)}; {correction_of(run)})"
 
 
+def as_it_stands(text: str) -> str:
+    """A text for a figure, whose dollar signs begin no formula."""
+    return text.replace("$", r"\$")
+
+
 def settings(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that differ in correction and seed alone, by a name: the rule, and the options that tell them apart."""
     keys = sorted({key for run in runs for key in run.options} - {*FREE, *ACCEPTANCE})
@@ -203,7 +208,7 @@ def curves(runs: Sequence[Run]) -> Any:
             steps, values = run.steps[start:], run.values[field][start:]
             marker = "o" if len(steps) == 1 else None  # one point makes no line
             ax.plot(steps, values, alpha=0.25, linewidth=0.9, color=look["color"], marker=marker)
-            ax.plot(steps, smooth(values, window), linewidth=2, label=label(run), **look)
+            ax.plot(steps, smooth(values, window), linewidth=2, label=as_it_stands(label(run)), **look)
         ax.set(title=title, xlabel="step (policy updates)", ylabel=unit)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.grid(alpha=0.3)
@@ -240,10 +245,12 @@ def knee(runs: Sequence[Run]) -> Any:
             points.append((mean(x), mean(y)))
             seen.add(correction)
         ax.plot(*zip(*points, strict=True), color=color, linewidth=1.5, zorder=1)
-        handles.append(Line2D([], [], color=color, linewidth=4, label=name))
+        handles.append(Line2D([], [], color=color, linewidth=4, label=as_it_stands(name)))
     for correction in sorted(seen, key=order):
         marker = MARKERS.get(correction, "v")
-        handles.append(Line2D([], [], linestyle="none", marker=marker, color="0.4", label=f"correction {correction}"))
+        handles.append(
+            Line2D([], [], linestyle="none", marker=marker, color="0.4", label=as_it_stands(f"correction {correction}"))
+        )
     ax.set(xlabel="rollout speed (tokens per second, first step left out)")
     ax.set(ylabel=f"mean reward of the last {END} steps", title="What speed costs in reward")
     ax.grid(alpha=0.3)
@@ -287,7 +294,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(MISSING)
     try:
         found = distinct([read(path) for path in args.runs], args.runs)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         parser.error(f"argument RUN: {error}")
     runs = [run for run in found if run.steps]
     for run in found:
@@ -295,7 +302,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{run.name}: no step is logged yet, left out", file=sys.stderr)
     if not runs:
         parser.error("argument RUN: no step is logged yet")
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        arguments.make_folder(args.out)
+    except ValueError as error:
+        parser.error(str(error))
     text = table(runs)
     files.write(args.out / "curves.png", png(curves(runs)))
     files.write(args.out / "knee.png", png(knee(runs)))

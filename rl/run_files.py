@@ -79,10 +79,7 @@ def read_lines(log: Path) -> list[dict[str, Any]]:
     *lines, _ = log.read_bytes().split(b"\n")
     found = []
     for number, line in enumerate(lines, 1):
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            raise ValueError(f"{log}:{number}: not valid JSON") from None
+        found.append(jsonl.load(line, f"{log}:{number}: not valid JSON"))
         if not isinstance(found[-1], dict):
             raise ValueError(f"{log}:{number}: not a JSON object")
     return found

@@ -239,12 +239,12 @@ def make_data(target: ns.Model, config: TrainConfig) -> Rollouts:
     if not path.is_file():
         if not config.prompts:
             raise ValueError(f"prompts: needed, as {path} does not exist yet")
+        path.parent.mkdir(parents=True, exist_ok=True)  # before the work, which is minutes
         engine, bar = ns.EngineConfig(max_slots=config.slots), not config.quiet
         prompts = rollouts.gather_prompts(target, config.prompts, engine, config.seed, progress=bar)
         limits = config.response_tokens, config.max_len
         made = rollouts.complete(target, prompts, config.temperatures, *limits, engine, config.seed, progress=bar)
         about = {"model": target.name} | {name: getattr(config, name) for name in ("prompts", "temperatures", "seed")}
-        path.parent.mkdir(parents=True, exist_ok=True)
         rollouts.save(path, made, about)
     return rollouts.load(path, target.cfg.vocab_size)[0]
 

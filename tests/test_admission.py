@@ -186,6 +186,13 @@ def test_unseen_is_checked(unseen):
         engine.decode(PARAMS, engine.init(), None, unseen)
 
 
+@pytest.mark.parametrize("chunk", [0, -1, True, 1.0, "1"])
+def test_chunk_is_checked(chunk):
+    engine = program()
+    with pytest.raises(ValueError, match="chunk must be a positive integer"):
+        engine.prefill(PARAMS, engine.init(), None, chunk)
+
+
 SHAPES = (ns.Speculation(0, 2), ns.Speculation(True, 2), ns.Speculation(2, 3, 2), ns.Speculation(2, 3, 99), "x")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanospec_fn import files
+from nanospec_fn import arguments, files
 from tests.test_docs import PARSERS
 
 
@@ -86,18 +86,27 @@ def test_there_are_places_to_write_to():
 
 
 WANTED = {"bench.acceptance": "file", "bench.identity": "file", "rl.bias": "file"}
-WANTED |= dict.fromkeys(("bench.run", "bench.roofline", "bench.widen", "rl.plot", "rl.train_eagle"), "folder")
+FOLDERS = ("bench.prefill", "bench.run", "bench.roofline", "bench.widen", "rl.grpo", "rl.plot", "rl.train_eagle")
+WANTED |= dict.fromkeys(FOLDERS, "folder")
+LONG = "a" * 300
 
 
 @pytest.mark.parametrize("module", WANTED)
 def test_a_file_for_a_folder_and_a_folder_for_a_file_are_refused(module, tmp_path, capsys):
     """Catches: a place that is seen to be none when the first result is written, a model and a prompt set later."""
     (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
     said = {
-        "file": {tmp_path: "is a folder, or in", tmp_path / "no/such": "is a folder, or in one that does not exist"},
+        "file": {
+            tmp_path: "is a folder, or in",
+            tmp_path / "no/such": "is a folder, or in one that does not exist",
+            tmp_path / LONG: "File name too long",
+        },
         "folder": {
             tmp_path / "file": f"{tmp_path}/file is a file",
             tmp_path / "file/x/y": f"{tmp_path}/file is a file",
+            tmp_path / "link/x": f"{tmp_path}/link is a link to nothing",
+            tmp_path / LONG: "File name too long",
         },
     }
     for place, words in said[WANTED[module]].items():
@@ -116,3 +125,10 @@ def test_an_empty_place_is_refused_by_name(module, option, capsys):
         PARSERS[module]().parse_args([*NEEDED.get(module, []), f"{option}="])
     assert stopped.value.code == 2
     assert capsys.readouterr().err == f"python -m {module}: error: argument {option}: must be a path, got ''\n"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    """Bug: a traceback, once the work is done."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"argument --out: .*/file/x: Not a directory"):
+        arguments.make_folder(tmp_path / "file/x")

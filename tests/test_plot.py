@@ -58,7 +58,8 @@ def test_a_step_logged_twice_counts_once(tmp_path):
         ('{"header": {"options": {}}}\n[1]\n', "log.jsonl:2: not a JSON object"),
         ('{"header": {"options": {}}}\n{"reward": 1}\n', "log.jsonl:2: step must be an integer, got None"),
         ('{"header": {"options": {}}}\n{"step": 1, "ess": "x"}\n', "log.jsonl:2: ess must be a finite number or null"),
-        ('{"header": {"options": {}}}\n{"step": 1, "reward": NaN}\n', "log.jsonl:2: reward must be a finite number"),
+        ('{"header": {"options": {}}}\n{"step": 1, "reward": NaN}\n', "log.jsonl:2: not valid JSON: NaN is not JSON"),
+        ('{"header": {"options": {}}}\n' + "[" * 50000 + "\n", "log.jsonl:2: not valid JSON"),
         ('{"header": {"options": {}}}\n{"step": 1, "reward": 1' + "0" * 400 + "}\n", "log.jsonl:2: reward must be a"),
     ],
 )
@@ -92,6 +93,13 @@ def test_what_is_not_there_is_named(tmp_path, capsys, monkeypatch):
         plot.main([str(good), *out])
     assert "matplotlib is not installed: pip install 'nanospec-fn[rl]'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dollar_sign_is_no_formula(tmp_path):
+    """Bug: a folder's name, or an option in a log, that is read as mathematics and ends in a traceback."""
+    runs = [plot.read(write(tmp_path / name, rows(2), correction=name)) for name in ("a $x^$-0", "$b^{")]
+    for figure in (plot.curves(runs), plot.knee(runs)):
+        assert plot.png(figure).startswith(b"\x89PNG")
 
 
 def test_smoothing():

@@ -61,7 +61,7 @@ def test_a_row_is_written(tmp_path, capsys):
         prefill.main([*argv, "--tokens", "5000", "--out", str(tmp_path / "none")])
     assert refused.value.code == 2
     assert "its 5000 tokens leave no room in the context" in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
+    assert not any((tmp_path / "none").iterdir())
 
 
 def test_a_folder_that_may_not_be_written_is_refused_at_once(tmp_path, monkeypatch, capsys):

@@ -142,6 +142,20 @@ def test_a_trace_without_rounds_is_no_answer(found, capsys, tmp_path):
         assert "has no rounds to judge" in err
 
 
+def test_a_trace_of_prompts_alone_answers_no_question(found, capsys, tmp_path):
+    """Bug: a rule is judged on no round, and every figure is null."""
+    *_, whole = found
+    trace.create(trace.File(tmp_path / "t"), whole.header)
+    with trace.Writer(trace.File(tmp_path / "t")) as writer:
+        for r in whole.rounds:
+            if r.prefill:
+                writer.write(r)
+    assert run(capsys, "replay", str(tmp_path / "t"))[0] == 0
+    code, out, err = run(capsys, "replay", str(tmp_path / "t"), "--alpha", "0.5")
+    assert (code, out) == (2, "")
+    assert "has no drafted rounds to judge" in err
+
+
 def test_a_forged_draw_with_all_that_follows_from_it_is_found(found):
     """Bug: a draw is trusted, so that a decision can be forged with its log-probs, and later rounds dropped."""
     whole = found[3]

@@ -69,6 +69,27 @@ def test_one_run_that_differs_shows():
     assert lines(*rows)[0]["equals plain"] == "NO"
 
 
+@pytest.mark.parametrize(
+    "field, value, said",
+    [
+        ("tok_s", "fast", "a number"),
+        ("tok_s", None, "a number"),
+        ("mean_accepted_len", True, "a number"),
+        ("bs", "1", "an integer"),
+        ("run", None, "an integer"),
+        ("config", ["tree"], "a string"),
+        ("draft", {}, "one value"),
+    ],
+)
+def test_a_value_that_no_table_can_show_is_named(field, value, said, tmp_path, capsys):
+    """Bugs: a traceback; a row left out of a median without a word."""
+    file = write(tmp_path / "a.jsonl", row() | {field: value})
+    with pytest.raises(SystemExit) as stopped:
+        table.main([str(file)])
+    assert stopped.value.code == 2
+    assert f"a.jsonl:1: {field} must be {said}, got {value!r}" in capsys.readouterr().err
+
+
 def test_two_drafts_of_a_config_are_two_lines():
     """Bug: the median of a chain over n-grams and one over a head."""
     rows = [row(config="chain", draft=d, tok_s=t) for d, t in (("ngram", 110.0), ("eagle:H", 250.0))]
