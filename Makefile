@@ -31,14 +31,17 @@ $(VENV)/installed-test: $(VENV)/installed
 	if command -v nvidia-smi >/dev/null; then $(PIP) -e '.[test,rl,modal]'; else $(PIP) -e '.[test,rl,modal,interpreter]'; fi
 	touch $@
 
-# On a machine with an H200 or H100: what docs/performance.md and docs/rl.md claim of it; rows in $(RESULTS). All of it:
+# On a machine with an H200 or H100: what docs/performance.md and docs/rl.md claim of it; rows in $(RESULTS), of one commit,
+# to be copied into bench/results when they are to stay. All of it:
 # make -k gpu-bits gpu-sanitize gpu-speed gpu-rl PY=python
 PY      ?= $(VENV)/bin/python
-RESULTS ?= bench/results/h200
-RUNS    ?= runs/h200
+COMMIT  := $(or $(NANOSPEC_COMMIT),$(shell git describe --always --dirty 2>/dev/null))
+RESULTS ?= runs/gpu-$(COMMIT)
+RUNS    ?= $(RESULTS)/grpo
 WIDE    := --like llama-3.1-8b --draft eagle
+SANITIZE := compute-sanitizer --target-processes all --error-exitcode 9
 BITS    := --shape 1x5 4x5 6x5 --bs 1:8x256 8:40x512 32:40x512 --eager 4:4x64
-GRPO    := --task gsm8k --prompts 64 --group 8 --max-tokens 128 --steps 12 --lr 2e-6 --quiet
+GRPO    := --task gsm8k --prompts 64 --group 8 --max-tokens 128 --steps 5 --lr 2e-6 --quiet
 
 gpu-bits: gpu-identity-wide gpu-identity-small $(patsubst tests/gpu/test_%.py,gpu-test-%,$(wildcard tests/gpu/test_*.py))
 
@@ -53,21 +56,25 @@ gpu-test-%:
 
 gpu-sanitize: $(addprefix gpu-memcheck-,rows linear attention) $(addprefix gpu-racecheck-,rows attention)
 
-gpu-memcheck-% gpu-racecheck-%:
-	compute-sanitizer --tool $(word 2,$(subst -, ,$@)) --target-processes all --error-exitcode 9 \
-		$(PY) -m pytest -p no:cacheprovider -m gpu tests/gpu/test_$*.py
+# One rule each: make takes a recipe of two patterns to make both.
+gpu-memcheck-%:
+	$(SANITIZE) --tool memcheck $(PY) -m pytest -p no:cacheprovider -m gpu tests/gpu/test_$*.py
+
+gpu-racecheck-%:
+	$(SANITIZE) --tool racecheck $(PY) -m pytest -p no:cacheprovider -m gpu tests/gpu/test_$*.py
 
 gpu-speed: gpu-roofline gpu-prefill $(addprefix gpu-run-,nospec chain tree tree6) $(addprefix gpu-batch-,nospec chain auto)
 	$(PY) -m bench.table $(RESULTS)/mt-bench/*.jsonl
 
 gpu-roofline:
-	$(PY) -m bench.roofline $(WIDE) --bs 1 8 32 128 --shape 1x5 4x5 --out $(RESULTS)
+	$(PY) -m bench.roofline $(WIDE) --bs 1 8 32 128 --shape 1x5 4x5 --limit 32 --max-tokens 256 --out $(RESULTS)
 
 gpu-prefill:
 	$(PY) -m bench.prefill $(WIDE) --out $(RESULTS)
 
+gpu-run-tree6: BS = --bs 1
 gpu-run-%:
-	$(PY) -m bench.run nanospec --config $* $(WIDE) --out $(RESULTS)/mt-bench
+	$(PY) -m bench.run nanospec --config $* $(WIDE) --limit 32 $(BS) --out $(RESULTS)/mt-bench
 
 gpu-batch-%:
 	$(PY) -m bench.run nanospec --config $* $(WIDE) --prompts gsm8k --limit 512 --max-tokens 192 --bs 64 128 256 512 \

@@ -136,7 +136,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for r in rows:
         accepted = "" if r["mean_accepted_len"] is None else f"{r['mean_accepted_len']:.2f}"
         cells = [r["shape"], f"{r['temperature']:g}", r["bs"], f"{r['prompts']} x {r['tokens']}"]
-        cells += ["eager" if r["eager"] else "captured", r["against"], r["differing"], f"{r['tok_s']:.1f}", accepted]
+        cells += [
+            "eager" if r["eager"] or r.get("gpu") == "cpu" else "captured",
+            r["against"],
+            r["differing"],
+            f"{r['tok_s']:.1f}",
+            accepted,
+        ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
@@ -193,7 +199,8 @@ def main(argv: list[str] | None = None) -> int:
         task = load(args, max(one.prompts for one in works))
         weight = task.model.params.embed
         about = {"model": task.model.name, "draft": task.name, "prompt_set": args.prompts, "dtype": str(weight.dtype)}
-        about |= {"attend": task.attend}
+        attend = ns.build(task.model, engine=ns.EngineConfig(attend=task.attend)).static.attend
+        about |= {"attend": type(attend).__name__.lower(), "gemm": task.model.cfg.gemm}
         about |= {"gpu": records.device_name(weight.device)}
         about |= {"torch": torch.__version__, "commit": revision.commit()}
         for temperature in args.temperature:
@@ -203,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
                 if args.out:
                     with args.out.open("a", encoding="utf-8") as file:
                         file.write(line + "\n")
-                rows.append(row)
+                rows.append(row | about)
     except (ValueError, FileNotFoundError) as error:
         parser.error(" ".join(str(error).split()))
     print(table(rows))

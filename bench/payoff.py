@@ -57,6 +57,11 @@ def describe(plain: Cost, drafted: Cost) -> str:
     return said + f"stops paying at batch {batch}{beyond}"
 
 
+def labelled(cost: Cost) -> str:
+    """A kind of round's entry in the legend."""
+    return cost.name if cost.tokens == 1 else f"{cost.name}, {cost.tokens:.2f} tokens a round"
+
+
 def plot(costs: Sequence[Cost], title: str, path: Path) -> None:
     """Speed against batch, the measured points and the predicted crossings, as a PNG; plain decoding is costs[0].
 
@@ -73,7 +78,7 @@ def plot(costs: Sequence[Cost], title: str, path: Path) -> None:
     batches = sorted({*range(1, min(shown, 64) + 1), *(round(1.05**i) for i in range(400) if 1.05**i <= shown)})
     for i, cost in enumerate(costs):
         color = f"C{i}"
-        axes.plot(batches, [speed(cost, b) for b in batches], color=color, label=cost.name)
+        axes.plot(batches, [speed(cost, b) for b in batches], color=color, label=labelled(cost))
         known = sorted(cost.curve)
         axes.plot(known, [speed(cost, b) for b in known], "o", color=color)
         crossing = crossings.get(cost.name)

@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments.check_engine(parser, args)
         arguments.make_folder(args.out)
         model, draft_name, draft = widen.load(args.model, args.draft, args.like, args.device)
+        print(f"prefill of {args.prompts} x {args.tokens} tokens, {args.repeats + 1} times", file=sys.stderr)
         found = measure(model, draft, args.prompts, args.tokens, args.repeats, args.backend)
     except (ValueError, FileNotFoundError) as error:
         parser.error(" ".join(str(error).split()))

@@ -4,7 +4,8 @@ Plain decoding and each tree shape are timed as captured rounds (on a CPU eagerl
 (phases.py); `gaps` is what a round takes beyond its work. A phase's floor is its bytes (traffic.py) at the read
 bandwidth measured in the same run. From the times and the measured acceptance follows the batch size at which
 speculation stops paying (payoff.py). A strict JSON line for each round is printed and appended to
-<out>/roofline-<model>.jsonl; a table and <out>/roofline-<model>.png follow. --from reads such a file in place of a run.
+<out>/roofline-<model>.jsonl; a table and <out>/roofline-<model>.png follow. --from reads such a file in place
+of a run; --accepted then draws it at other lengths.
 """
 
 import argparse
@@ -38,7 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", metavar="N", type=arguments.positive, default=200, help="tokens of each prompt")
     parser.add_argument("--repeats", metavar="N", type=arguments.positive, default=20, help="rounds that are timed")
     parser.add_argument("--like", metavar="SHAPE", help="widen model and head in memory first, see bench.widen")
-    parser.add_argument("--accepted", metavar="X", type=tokens, help="mean accepted length (measured)")
+    parser.add_argument(
+        "--accepted",
+        metavar="X",
+        nargs="+",
+        type=tokens,
+        help="mean accepted length, of all trees or of each (measured)",
+    )
     parser.add_argument("--prompts", default="mt-bench", metavar="SET", help="to measure acceptance with")
     parser.add_argument("--limit", metavar="N", type=arguments.positive, default=8, help="so many of them")
     parser.add_argument("--max-tokens", metavar="N", type=arguments.positive, default=64, help="for each of them")
@@ -68,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.source:
             found, file = read(args.source), args.source
+            trees = list(dict.fromkeys(row["config"] for row in found if row["config"] != PLAIN))
+            found = [at_length(row, lengths(args.accepted, trees).get(row["config"])) for row in found]
         else:
             arguments.check_engine(parser, args)
             shapes = [acceptance.shape(x) if isinstance(x, str) else x for x in args.shape]
@@ -103,6 +112,7 @@ def plan(args: argparse.Namespace, shapes: Sequence[ns.Speculation]) -> tuple[It
     """
     for bs in args.bs:
         ns.EngineConfig(max_slots=bs, attend=args.backend).validate()
+    lengths(args.accepted, [name_of(shape) for shape in shapes])
     texts = prompts.load(args.prompts, args.limit) if shapes and args.accepted is None else []
     model, name, draft = widen.load(args.model, args.draft if shapes else "none", args.like, args.device)
     if shapes and draft is None:
@@ -148,8 +158,9 @@ def measured(
         "read_gb_s": ceiling / 1e9,
     }
     kinds: list[tuple[ns.Speculation | None, float]] = [(None, 1.0)]
+    given = lengths(args.accepted, [name_of(shape) for shape in shapes])
     for shape in shapes:
-        accepted = args.accepted
+        accepted = given.get(name_of(shape))
         if accepted is None:
             assert draft is not None
             slots = min(len(requests), 8)
@@ -167,6 +178,22 @@ def measured(
             print(f"{name_of(spec)}, batch {bs}: out of memory, left out", file=sys.stderr)
             continue
         yield common | figures(model, used, spec, bs, timing, accepted, ceiling)
+
+
+def lengths(given: Sequence[float] | None, trees: Sequence[str]) -> dict[str, float]:
+    """--accepted by tree. Errors: ValueError for another number of them than of trees, and than one."""
+    if given is None:
+        return {}
+    if len(given) not in (1, len(trees)):
+        raise ValueError(f"argument --accepted: {len(given)} lengths for {len(trees)} trees")
+    return dict(zip(trees, [*given] * (len(trees) if len(given) == 1 else 1), strict=True))
+
+
+def at_length(row: Row, accepted: float | None) -> Row:
+    """The row as it would be at another mean accepted length."""
+    if accepted is None:
+        return row
+    return row | {"tokens_a_round": accepted, "tok_s": 1e3 * row["bs"] * accepted / row["round_ms"]}
 
 
 def figures(

@@ -94,7 +94,7 @@ def engine_name(text: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Measure the rows that are missing; the exit code."""
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args, measured = parser.parse_args(argv), 0
     arguments.check_engine(parser, args)
     speculation = CONFIGS[args.config]
     if args.engine[0] in apart.CHAINS_ONLY and args.config != "auto" and speculation and speculation.top_k > 1:
@@ -118,6 +118,9 @@ def main(argv: list[str] | None = None) -> int:
             print(line, flush=True)
             with (args.out / f"{row['engine']}-{row['config']}.jsonl").open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
+            measured += 1
+        if not measured:
+            print(f"{parser.prog}: every row is in {args.out} already, nothing was measured", file=sys.stderr)
     except isolated.EngineError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     return 0

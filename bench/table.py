@@ -115,7 +115,7 @@ def check_row(row: Row, where: str) -> None:
 
 def is_row(value: Any) -> bool:
     """Whether a line's value is a row of bench.run, or one that is quoted in its form."""
-    return isinstance(value, dict) and {"engine", "config", "bs"} <= set(value)
+    return isinstance(value, dict) and {"engine", "config", "bs"} <= set(value) and bool({"run", "source"} & set(value))
 
 
 def matches(row: Row, only: Iterable[tuple[str, str]]) -> bool:

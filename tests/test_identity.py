@@ -108,7 +108,7 @@ def test_a_difference_fails_the_command(task, monkeypatch, capsys, tmp_path):
     assert identity.main(options) == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [r["differing"] for r in rows] == [0, 0]
-    assert "| 1x2 | 0 | 2 | 3 x 8 | captured | plain | 0 |" in capsys.readouterr().out
+    assert "| 1x2 | 0 | 2 | 3 x 8 | eager | plain | 0 |" in capsys.readouterr().out
     monkeypatch.setattr(identity, "differing", lambda *_: 1)
     assert identity.main(options) == 1
 

@@ -336,3 +336,27 @@ def test_a_round_that_does_not_fit_is_left_out(checkpoint, tmp_path, capsys, mon
     assert (
         "tree 2x2, 2.00 tokens a round: pays at batch 1; where it stops takes more than one measured batch" in shown.out
     )
+
+
+def test_rows_are_drawn_at_other_lengths(checkpoint, tmp_path, capsys, monkeypatch):
+    """Bugs: --accepted that --from does not hear; the first tree's length for all; plain decoding at a draft's."""
+    monkeypatch.setattr(
+        rounds, "measure", lambda *a: rounds.Timing(5.0, 1.0, 20, dict.fromkeys(phases.PHASES, 0.5), None)
+    )
+    monkeypatch.setattr(rounds, "read_ceiling", lambda device: 1e9)
+    out = ["--out", str(tmp_path)]
+    assert roofline.main([*checkpoint, "--bs", "1", "--shape", "1x2", "2x2", "--accepted", "2", "3", *out]) == 0
+    assert "chain 2, 2.00 tokens a round: " in (shown := capsys.readouterr().out)
+    assert "tree 2x2, 3.00 tokens a round: " in shown
+    file = str(tmp_path / "roofline-model.jsonl")
+    assert roofline.main(["--from", file, "--accepted", "1.5", "2.5"]) == 0
+    shown = capsys.readouterr().out
+    assert "chain 2, 1.50 tokens a round: " in shown
+    assert "tree 2x2, 2.50 tokens a round: " in shown
+    for line in shown.splitlines():
+        if line.startswith(("| plain", "| chain", "| tree")):
+            name, tok_s = line.split(" | ")[0].removeprefix("| "), line.split(" | ")[-1].removesuffix(" |")
+            assert float(tok_s) == {"plain": 200, "chain 2": 300, "tree 2x2": 500}[name]
+    with pytest.raises(SystemExit):
+        roofline.main(["--from", file, "--accepted", "1", "2", "3"])
+    assert "argument --accepted: 3 lengths for 2 trees" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import nanospec_fn as ns
 from nanospec_fn import arguments, chat, jsonl, prompts, weights
 from nanospec_fn.doctor import diagnosis, examine
 from nanospec_fn.doctor.diagnosis import Case
-from nanospec_fn.doctor.verdict import SOUND, Report, Trial
+from nanospec_fn.doctor.verdict import CHANCE, LIFT, SOUND, Report, Trial
 from nanospec_fn.prompts import Prompt
 
 PROMPTS = (
@@ -140,6 +140,9 @@ def as_text(report: Report) -> str:
     if report.trials:
         lines += ["", f"Run in other ways, drafting {examine.DEPTH} tokens from every position of the completions:", ""]
         lines += table(report.trials)
+        lines.append(
+            f"(better: by luck under {CHANCE:.0e}, and {LIFT:.0%} more tokens where the files say nothing of it)"
+        )
     if report.controls:
         lines += ["", "Run on inputs from elsewhere, which a working draft does worse with:", ""]
         lines += table(report.controls)
