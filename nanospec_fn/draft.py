@@ -66,12 +66,10 @@ class Speculation:
 
 @state
 class State:
-    """What a draft carries between steps."""
+    """What a draft carries between steps. A step of the target's alone leaves it as it is: behind, for good."""
 
     pools: tuple[Tensor, ...] = rewritten()  # its KV, a layer each, [P + 1, 2, S, K, D]
-    # [B, W, F] the target's features of the newest `slots.unseen` positions, oldest first (after a step of the target's
-    # alone: of older ones)
-    feature: Tensor
+    feature: Tensor  # [B, W, F] the target's features of the newest `slots.unseen` positions, oldest first
 
 
 @dataclass(frozen=True)
