@@ -18,7 +18,7 @@ from typing import Any
 import nanospec_fn as ns
 from bench import apart, isolated, measure, peers, records, widen
 from bench.measure import Contender
-from nanospec_fn import arguments, chat, jsonl, prompts, weights
+from nanospec_fn import arguments, chat, jsonl, kernels, prompts, weights
 
 CONFIGS: dict[str, ns.Speculation | None] = {
     "nospec": None,
@@ -28,7 +28,6 @@ CONFIGS: dict[str, ns.Speculation | None] = {
     "auto": ns.Speculation(top_k=4, depth=5),  # the host picks among no draft, chains and this tree
 }
 BESIDE = ("nanospec", "transformers")  # in this process
-GEMMS = ("library", "onednn", "blocked")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -68,7 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
         default=Path("bench/results"),
         help="folder of the result files",
     )
-    parser.add_argument("--gemm", choices=GEMMS, help="matmul on a CPU, to see what row-canonical arithmetic costs")
+    parser.add_argument(
+        "--gemm", choices=kernels.cpu.GEMMS, help="matmul on a CPU, to see what row-canonical arithmetic costs"
+    )
     parser.add_argument(
         "--time-limit",
         metavar="SECONDS",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanospec_fn import acceptance, admission, flashinfer, pages, slots, step
+from nanospec_fn import acceptance, admission, flashinfer, kernels, pages, slots, step
 from nanospec_fn.admission import Admission
 from nanospec_fn.attention import Attend, Canonical, Sdpa
 from nanospec_fn.draft import Draft, Nothing, PoolShape, Speculation
@@ -110,6 +110,7 @@ def build(
     Errors: ValueError naming the parameter that is out of range, or what cannot be combined.
     """
     check_parts(draft, engine, speculation)
+    kernels.check(model.cfg.gemm, model.cfg.bmm)
     engine = engine or EngineConfig()
     spec = tree_shape(draft, speculation)
     max_context = min(model.cfg.max_context, engine.max_context or model.cfg.max_context)

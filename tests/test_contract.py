@@ -157,6 +157,15 @@ def test_steps_have_one_form(name):
         assert inner == ["static", *arguments[1:]]
 
 
+@pytest.mark.parametrize("name", ["gemm", "bmm"])
+def test_an_unknown_way_to_multiply_is_refused(name):
+    """Bug: a misspelt one is silently another."""
+    model = target()
+    wrong = dataclasses.replace(model, cfg=dataclasses.replace(model.cfg, **{name: "onednn2"}))
+    with pytest.raises(ValueError, match=f"the model's config has {name} 'onednn2', known are "):
+        ns.build(wrong)
+
+
 @pytest.mark.parametrize("cls", STATES, ids=lambda c: c.__qualname__)
 def test_states_describe_their_tensors(cls):
     """Each tensor field has its shape beside it; a state cannot be compared with ==, and holds no None by default."""

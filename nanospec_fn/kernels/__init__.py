@@ -54,6 +54,13 @@ def pick_bmm(device: torch.device, dtype: torch.dtype) -> str:
     return cpu.pick_bmm(dtype) if device.type == "cpu" else "whole"
 
 
+def check(gemm: str, bmm: str) -> None:
+    """Errors: ValueError for a way to multiply that there is not."""
+    for name, given, known in (("gemm", gemm, ("canonical", *cpu.GEMMS)), ("bmm", bmm, cpu.BMMS)):
+        if given not in known:
+            raise ValueError(f"the model's config has {name} {given!r}, known are {', '.join(known)}")
+
+
 def row_block(x: Tensor) -> int:
     """Row counts that are a multiple of this need no padding inside the functions below."""
     return 1 if on_device(x) else cpu.ROW_BLOCK

@@ -17,6 +17,7 @@ from torch import Tensor
 ROW_BLOCK = 4  # fewer rows than this take other kernels (gemv) with other bits
 LANES = 64  # fp32 values of a CPU's widest vectors, unrolled loops included
 KV_BLOCK = 64  # positions per block of a sum over keys, here and in attend.py; page sizes divide it
+GEMMS = ("onednn", "blocked", "library")  # how `linear` multiplies
 BMMS = ("whole", "tiles", "ordered")  # how `attention` multiplies, the fastest first
 
 
