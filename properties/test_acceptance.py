@@ -102,7 +102,7 @@ def check_law(world: World) -> list[list[Outcome]]:
     return law
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(worlds("exact"), st.data())
 def test_exact_emits_the_target_law(world: World, data: st.DataObject) -> None:
     """Catches a row that is drawn from another row's noise, and filters that differ between draw and report."""
@@ -118,7 +118,7 @@ def test_exact_emits_the_target_law(world: World, data: st.DataObject) -> None:
             assert math.exp(pi) == pytest.approx(expected, abs=TOLERANCE)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(worlds("power"), st.floats(-2, 2))
 def test_power_reports_its_law_and_its_weights_are_unbiased(world: World, slope: float) -> None:
     """Catches a residual that is not renormalised, a rejected sibling left out of mu, and a mu of rounded draws."""
@@ -140,7 +140,7 @@ def test_power_reports_its_law_and_its_weights_are_unbiased(world: World, slope:
     assert weighted == pytest.approx(sum(sequence_mass(pi_rows, 0, x) * f(x) for x in every), abs=1e-8)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(worlds("relaxed"))
 def test_relaxed_reports_its_law_and_its_lost_support(world: World) -> None:
     """Catches an acceptance that is not deterministic, a none-accepted row drawn without its candidates, and a mu

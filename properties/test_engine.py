@@ -25,7 +25,7 @@ from properties.reference import Scripted
 
 DEEP_SECONDS = 3600
 COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
-CI = settings(**COMMON, max_examples=80, stateful_step_count=40, derandomize=True, database=None)
+CI = settings(**COMMON, max_examples=64, stateful_step_count=40, derandomize=True, database=None)
 DEEP = settings(**COMMON, max_examples=200, stateful_step_count=60)
 
 # What the schedules have to reach, or the run proves little.

@@ -24,7 +24,7 @@ from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = settings(
-    max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=18, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 CHANGES = {"num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 24}
 CHANGES |= {"rope_scaling": None, "eos_token_id": None}

@@ -294,7 +294,7 @@ def test_expected_acceptance_is_the_mean_over_draws(found):
     whole = found[3]
     n = 40000
     generator = torch.Generator().manual_seed(1)
-    for r in [r for r in whole.rounds if not r.prefill and r.nodes.depth.count(1) > 0][:2]:
+    for r in [r for r in whole.rounds if not r.prefill and r.nodes.depth.count(1) > 0][:1]:
         (evidence, tree), size = trace.to_evidence([r]), len(r.nodes.token)
         many = tree_map(lambda x: x.expand(n, -1), evidence)
         accept = torch.rand(n, size, generator=generator)
