@@ -162,13 +162,12 @@ class Captured:
 
     def _hand_over(self, name: str, given: Any, seen: "_Seen") -> Any:
         """A fresh wrapper over a state's tensors, known when it comes back; the old one is consumed."""
-        fixed = _lasting(given) and (given in self._known or _fixed(given))
-        if fixed:
-            self._known.pop(given, None)
-        struct.consume(given)
-        fresh = pytree.tree_unflatten(seen.leaves, seen.part[0])
-        if fixed:
-            self._known[fresh] = name, seen
+        if not _lasting(given) or not (given in self._known or _fixed(given)):
+            struct.consume(given)
+            return pytree.tree_unflatten(seen.leaves, seen.part[0])
+        self._known.pop(given, None)
+        fresh = struct.hand_over(given)
+        self._known[fresh] = name, seen
         return fresh
 
     def _capture(self, bound: inspect.BoundArguments) -> "_Graph | Callable[..., Any]":

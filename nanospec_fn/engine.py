@@ -100,6 +100,8 @@ class Engine:
                 tokens = [*request.tokens, *emitted[new.request]]
                 coming.append(Admission(new.slot, tokens, request.sampling, new.emitted, new.share))
             self.state = self.insert(self.state, coming)
+            if self.picks:
+                self.backlog = variants.seated(self.backlog, {new.slot: new.share for new in plan.insert})
 
     def run(self, requests: dict[int, int], bucket: int, chunk: int, choice: Choice, step: int) -> Report:
         """Issue one prefill step (chunk > 0) or round for these requests, by slot.
@@ -121,6 +123,8 @@ class Engine:
             call, size = self.round, shape
         if self.picks:
             self.backlog = variants.issued(self.backlog, requests, 1 if chunk else shape.depth + 1)
+            if choice.alone:
+                self.backlog = variants.left_out(self.backlog, requests)
         self.state, table, evidence = call(self.params, self.state, slot, size)
         table, evidence = reports.to_host(table), reports.to_host(evidence) if evidence else ()
         return Report(step, rows, requests, chunk > 0, bucket, choice.variant, table, evidence, issued())
@@ -138,19 +142,21 @@ class Engine:
             self._rows = rows, slot.to(device, non_blocking=True)
         return self._rows
 
-    def choose(self, bucket: int, lossy: bool, beside: bool) -> Choice:
-        """What the next step runs, of a prefill only whether it is the target's alone.
+    def choose(self, plan: schedule.Plan, running: int, lossy: bool, beside: bool) -> Choice:
+        """What the planned step runs, of a prefill only whether it is the target's alone.
 
         The law of a lossy rule depends on the tree, so a round with one always has the last variant; and on what the
-        draft has seen before, so a call with one never leaves it out.
+        draft has seen before, so a call with one never leaves it out. Else it is left out where rounds over all that
+        run have no room for a tree, and from then on for the requests of such steps: it has a hole there.
 
-        Args: bucket: slots of the step; lossy: whether a request of this call has a lossy rule; beside: of this step.
+        Args: running: requests in slots; lossy: whether one of this call has a lossy rule; beside: one of this step.
         """
         if not self.picks or beside:
             return Choice(len(self.shapes) - 1)
-        if not lossy and len(self.variants.fits(bucket)) == 1:  # no tree fits beside so many slots
+        crowded = len(self.variants.fits(schedule.bucket(running, self.program.max_slots))) == 1
+        if not lossy and (crowded or self.backlog.holes.issuperset(plan.prefill or plan.round)):
             return Choice(0, alone=True)
-        return Choice(variants.pick(self.variants, self.stats, bucket))
+        return Choice(variants.pick(self.variants, self.stats, plan.bucket))
 
     def observe(self, report: Report, landed: Landed, lossy: bool) -> None:
         """Take in a step, where the host picks: of a round without a lossy rule its time and acceptance too."""
@@ -242,7 +248,8 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Generator[Update, None
                 engine.seat(plan, requests, emitted)
                 if not slots:
                     return
-                choice = engine.choose(plan.bucket, bool(lossy), not lossy.isdisjoint(now.values()))
+                beside = not lossy.isdisjoint(now.values())
+                choice = engine.choose(plan, len(planned.running), bool(lossy), beside)
                 issued = engine.run(now, plan.bucket, plan.chunk, choice, step)
                 step += 1
                 due, flying = (flying, issued) if engine.behind else (issued, None)

@@ -106,7 +106,8 @@ def inv_freq(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
         mixed = (1 - blend) * freq / rope.factor + blend * freq
         scaled = torch.where(wavelength > low, freq / rope.factor, freq)
         freq = torch.where((wavelength <= low) & (wavelength >= high), mixed, scaled)
-    return freq.to(device)
+    # Made first under torch.func.grad it would be kept in that call's wrapper, whose memory no kernel can read later.
+    return torch.func.debug_unwrap(freq.to(device))
 
 
 def angles(rope: Rope, head_dim: int, position: Tensor) -> tuple[Tensor, Tensor]:

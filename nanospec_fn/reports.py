@@ -6,6 +6,7 @@ On CUDA the copy is only issued: it is read when the next step already runs.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,14 +78,15 @@ def start(device: torch.device) -> Callable[[], Callable[[], float]]:
     if device.type != "cuda":
         return _start_on_host()
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
+    stream = torch.cuda.current_stream(device)
+    first.record(stream)
 
     def clock() -> float:
         last.synchronize()
         return first.elapsed_time(last)
 
     def issued() -> Callable[[], float]:
-        last.record()
+        last.record(stream)
         return clock
 
     return issued
@@ -105,7 +107,8 @@ def _start_on_host() -> Callable[[], Callable[[], float]]:
 
 def to_host(tree: Any) -> Any:
     """Tensors on their way to the host: on CUDA into pinned memory, without waiting."""
-    return pytree.tree_map(lambda x: x.to("cpu", non_blocking=True), tree)
+    bring = partial(Tensor.to, device="cpu", non_blocking=True)
+    return bring(tree) if isinstance(tree, Tensor) else pytree.tree_map(bring, tree)
 
 
 def unpack(table: Tensor) -> tuple[list[list[int]], list[int], list[float], list[float]]:

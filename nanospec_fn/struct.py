@@ -96,6 +96,22 @@ def consume(obj: Any) -> None:
             object.__delattr__(obj, name)
 
 
+def hand_over(obj: Any) -> Any:
+    """The same state in new wrappers, nested ones too, over the same tensors; the old ones are consumed."""
+    if isinstance(obj, tuple):
+        items = [item if isinstance(item, Tensor) else hand_over(item) for item in obj]
+        return type(obj)(*items) if hasattr(obj, "_fields") else tuple(items)
+    names = _field_names(obj.__class__)
+    if not names:
+        return obj
+    fresh = object.__new__(obj.__class__)
+    for name in names:
+        value = getattr(obj, name)
+        object.__setattr__(fresh, name, value if isinstance(value, Tensor) else hand_over(value))
+        object.__delattr__(obj, name)
+    return fresh
+
+
 @functools.cache
 def _field_names(cls: type) -> tuple[str, ...]:
     """Of a dataclass; () for any other type."""

@@ -167,12 +167,13 @@ class Backlog:
     """How far the draft may be behind: by slot, the most tokens that it has not been run on.
 
     A plain round after another needs one row of the draft a slot, where one after a tree needs `most`. What a step of
-    the target's alone left out is not counted: it stays a hole.
+    the target's alone left out is not counted: it stays a hole, and the draft's guesses are worth little behind it.
     """
 
     most: int  # tokens of the longest round: of a slot of which nothing is known
     tokens: Mapping[int, int] = field(default_factory=dict)
     newest: int = 0  # what the newest step that was issued emits at most
+    holes: frozenset[int] = frozenset()  # slots whose request the draft has missed a part of
 
 
 def kept_up(backlog: Backlog, slots: Iterable[int]) -> bool:
@@ -190,3 +191,14 @@ def landed(backlog: Backlog, emitted: Mapping[int, int]) -> Backlog:
     """Take in what a step emitted by slot; a newer one may have been issued since."""
     behind = {slot: max(count, backlog.newest) for slot, count in emitted.items()}
     return replace(backlog, tokens={**backlog.tokens, **behind})
+
+
+def left_out(backlog: Backlog, slots: Iterable[int]) -> Backlog:
+    """Take in a step of the target's alone over these slots."""
+    return replace(backlog, holes=backlog.holes.union(slots))
+
+
+def seated(backlog: Backlog, coming: Mapping[int, int | None]) -> Backlog:
+    """Take in new requests: by slot, the one whose prompt's KV, the draft's with it, they take over."""
+    inherited = {slot for slot, donor in coming.items() if donor in backlog.holes}
+    return replace(backlog, holes=backlog.holes.difference(coming).union(inherited))

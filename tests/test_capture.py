@@ -5,7 +5,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -144,6 +144,23 @@ def test_nested_states_are_consumed_and_tensors_are_not():
     assert tensor.tolist() == [1, 1]
     with pytest.raises(AttributeError, match="'Pair' object has no attribute 'nothing'"):
         _ = pair().nothing
+
+
+def test_a_state_is_handed_over_in_new_wrappers():
+    """Bugs: an old wrapper that can still be read, at any depth; a tensor copied; a static or a tuple's class lost."""
+
+    class Two(NamedTuple):
+        first: Pair
+        second: int
+
+    outer = Outer(pair(), (torch.ones(2),))
+    given = (Two(pair(), 7), outer, 3)
+    old, leaves = [outer, outer.pair, given[0].first], pytree.tree_leaves(given)
+    fresh = struct.hand_over(given)
+    assert type(fresh[0]) is Two
+    assert (fresh[0].second, fresh[2], fresh[1].pair.size) == (7, 3, pair().size)
+    assert all(a is b for a, b in zip(pytree.tree_leaves(fresh), leaves, strict=True))
+    assert not any(map(struct.is_live, old))
 
 
 def test_captures_are_counted_and_explained():

@@ -11,6 +11,7 @@ if reason := needs.no_interpreter():
 
 import nanospec_fn as ns
 from nanospec_fn import filters, rehearsal, struct
+from nanospec_fn import model as llama
 from rl import eagle_head
 from tests import interpreted, scripted
 
@@ -40,6 +41,16 @@ def test_the_policys_log_probs():
         return filters.log_probs(logits, one, off, torch.ones_like(one))[:, 5].sum()
 
     check(loss, model.params, model.cfg, interpreted.canonical(model).cfg)
+
+
+def test_kernels_read_what_was_first_made_under_a_transform():
+    """Bug: a table kept from a gradient's pass is that transform's wrapper, whose memory no later kernel can read."""
+    model = interpreted.canonical(scripted.target())
+    llama.inv_freq.cache_clear()
+    with interpreted.on_device():
+        with torch.enable_grad():
+            torch.func.grad(lambda p: ns.forward(p, model.cfg, TOKENS)[0].sum())(model.params)
+        assert ns.forward(model.params, model.cfg, TOKENS)[0].isfinite().all()
 
 
 def test_a_heads_unrolled_outputs():

@@ -63,12 +63,12 @@ def _attend(
     q, pool, out, tops, masses, mixes, arrived, position, base, path, table,
     scale, q_row, pool_page, pool_half, pool_slot, TILES, R, M, S, J, NB, K, D,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
+    PART: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Programs: (B * K * TILES, splits). A tile is ROWS of a slot's R * G query rows, or one row's G for OWN.
 
     PART: ALL, SHARED or OWN. SPLIT: store every block's share by itself; the last program of a tile to come here folds
-    them all, in order.
+    them all, in order, with loads AHEAD.
     """
     enter(DEPENDENT)
     tile, pair = tl.program_id(0) % TILES, tl.program_id(0) // TILES
@@ -139,7 +139,7 @@ def _attend(
     elif PART != SHARED:
         tl.debug_barrier()  # this program's shares are stored; the atomic publishes them and brings in the others'
         if tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == tl.num_programs(1) - 1:
-            for block in range(stop):
+            for block in tl.range(stop, num_stages=AHEAD):
                 share = query * NB + block
                 both = live[:, None] & (d[None, :] < D)
                 # Through L2: another program on this processor may have left an older line in L1.
@@ -190,7 +190,7 @@ def attend(
     blocks = triton.cdiv(page_table.shape[1] * size, BLOCK)
     if split is None:
         split = b * kv_heads * (r if tree else triton.cdiv(r * groups, SMALL)) < FULL
-    rows = rows or _tile_rows(q, r * groups, split)
+    rows = rows or _tile_rows(q, r * groups, tree, split, b * kv_heads)
     tiles = triton.cdiv(r * groups, rows)
     finishing = b * kv_heads * (r if tree else tiles)  # tiles of the launch that writes `out`, a counter each
     per_query = blocks if split else 1
@@ -206,7 +206,8 @@ def attend(
             ancestors, page_table, d**-0.5, q.stride(0), pool.stride(0), pool.stride(1), pool.stride(2),
             slot_tiles, r, page_table.shape[1], size, ancestors.shape[-1], per_query, kv_heads, d,
             G=groups, ROWS=tile_rows, WIDTH=triton.next_power_of_2(d), BLOCK=BLOCK, PART=part, SPLIT=split,
-            num_warps=_warps(tile_rows, tree, split), num_stages=2, enable_fp_fusion=False,
+            AHEAD=3 if r > 1 and finishing > 16 else 1,
+            num_warps=_warps(tile_rows, split, part, finishing), num_stages=2, enable_fp_fusion=False,
             **launch_options(q.device),
         )  # fmt: skip
 
@@ -220,23 +221,27 @@ def attend(
     return out
 
 
-def _tile_rows(q: Tensor, queries: int, split: bool) -> int:
-    """Rows of a tile for so many queries of a slot and KV head: what fits the registers, and no fewer than a dot's.
+def _tile_rows(q: Tensor, queries: int, tree: bool, split: bool, pairs: int) -> int:
+    """Rows of a tile for so many queries of each pair of slot and KV head.
 
-    Small tiles for decoding's few queries, where a tile's time is that of its loads and more programs hide it.
+    Few queries cut into blocks: no more than a dot takes, since a tile's time is that of its loads and more programs
+    hide it. Not cut: 64, however few live, for Hopper's own instruction, which reads keys and values where they arrive;
+    but many pairs keep a device busy by themselves, and share its memory better in tiles of 32.
     Source: swept on an H200 (docs/performance.md).
     """
     most = SMALL if q.dtype == torch.float32 else 128 if triton.next_power_of_2(q.shape[2]) <= 128 else 64
-    if queries <= 128:
-        most = min(most, SMALL if split else 2 * SMALL)
-    return min(most, max(SMALL, triton.next_power_of_2(queries)))
+    if queries > 128:
+        return most
+    return min(most, SMALL if split else 64 if tree or pairs <= FULL else 32)
 
 
-def _warps(rows: int, tree: bool, split: bool) -> int:
-    """Of a tile of so many rows. Source: as for `_tile_rows`."""
+def _warps(rows: int, split: bool, part: int, tiles: int) -> int:
+    """Of a tile of so many rows, among so many tiles. Source: as for `_tile_rows`."""
     if rows >= 128:
         return 8
-    return 2 if tree or (rows == SMALL and not split) else 4
+    if split:
+        return 4 if tiles <= 16 else 2
+    return 1 if part == OWN.value else 4 if rows >= 64 else 2
 
 
 def _shares(q: Tensor, per_query: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanospec_fn.kernels.dependent import launch_options, release, wait
 
 SMS = 132  # of an H100 and an H200
+# What one of them does in a clock, at most: operands that come in from L2, and products of two 16-bit numbers.
+BYTES, PRODUCTS = 64, 2048
+ENDS = 20  # clocks: a tile's beginning and end, spread over the steps of K = 4096
 
 
 class Tile(NamedTuple):
@@ -28,8 +31,10 @@ class Tile(NamedTuple):
     depth: int
     warps: int
     stages: int
-    copies: str = "threads"  # who brings operands in: "threads", or "tma", the copy engine, for tiles of over 64 rows
+    copies: str = "threads"  # who brings operands in: "threads", or "tma", the copy engine, for over 64 rows in all
     programs: int = 0  # that take tiles one after another; 0: one for each tile
+    more: int = 0  # rows of a second part, which shares the first one's weights; with the copy engine
+    ahead: bool = False  # operands of the next tile come in while one is stored; likewise
 
 
 @triton.jit
@@ -102,15 +107,13 @@ def _place(tile, row_tiles, col_tiles):
 
 @triton.jit
 def _store_wide(
-    out, residual, acc, row_tile, col_tile, n, N,
+    out, residual, acc, first, col_tile, n, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, ADD: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    if PAIR:
-        pairs = tl.reshape(acc, (ROWS, COLS // 2, 2))
-        _store(out, residual, pairs, row, n, col_tile * (COLS // 2) + tl.arange(0, COLS // 2), N, ADD, PAIR)
-    else:
-        _store(out, residual, acc, row, n, col_tile * COLS + tl.arange(0, COLS), N, ADD, PAIR)
+    """acc [ROWS, COLS], or with PAIR [ROWS, COLS / 2, 2]; first: its first row's place."""
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)
+    WIDTH: tl.constexpr = COLS // 2 if PAIR else COLS
+    _store(out, residual, acc, row, n, col_tile * WIDTH + tl.arange(0, WIDTH), N, ADD, PAIR)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -137,36 +140,77 @@ def _many_rows(
         x_at += DEPTH
         w_at += DEPTH
     release(DEPENDENT)
-    _store_wide(out, residual, acc, row_tile, col_tile, n, N, ROWS, COLS, ADD, PAIR)
+    if PAIR:
+        acc = tl.reshape(acc, (ROWS, COLS // 2, 2))
+    _store_wide(out, residual, acc, row_tile * ROWS, col_tile, n, N, ROWS, COLS, ADD, PAIR)
+
+
+@triton.jit
+def _pairs(acc, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """[ROWS, COLS], gate's columns before up's -> [ROWS, COLS / 2, 2]."""
+    return tl.permute(tl.reshape(acc, (ROWS, 2, COLS // 2)), (0, 2, 1))
 
 
 @triton.jit(do_not_specialize=["n"])
 def _many_rows_copied(
-    x, w, out, residual, n, N, K,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, ADD: tl.constexpr, PAIR: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, x_more, w, out, residual, n, N, K,
+    ROWS: tl.constexpr, MORE: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+    ADD: tl.constexpr, PAIR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`_many_rows` with both operands behind descriptors, for the copy engine; programs take tiles one after another.
 
-    x: descriptor of [n, K], tiles [ROWS, DEPTH]; w: of [N, K], tiles [COLS, DEPTH], or with PAIR of [2, N, K], tiles
-    [2, COLS / 2, DEPTH]. What is past an edge reads as zero, which adds nothing.
+    x, x_more: descriptors of [n, K], tiles [ROWS, DEPTH] and [MORE, DEPTH], the second not used where MORE is 0;
+    w: of [N, K], tiles [COLS, DEPTH], or with PAIR of [2, N, K], tiles [2, COLS / 2, DEPTH]. What is past an edge reads
+    as zero, which adds nothing. A tile has ROWS + MORE rows: 192 are no power of two, and in tiles of 128 half of the
+    second one would be empty.
     """
-    row_tiles, col_tiles = tl.cdiv(n, ROWS), tl.cdiv(N, COLS // 2 if PAIR else COLS)
+    row_tiles, col_tiles = tl.cdiv(n, ROWS + MORE), tl.cdiv(N, COLS // 2 if PAIR else COLS)
     wait(DEPENDENT)
-    for tile in range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=AHEAD):
         row_tile, col_tile = _place(tile, row_tiles, col_tiles)
+        first = row_tile * (ROWS + MORE)
         acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+        if MORE:
+            acc_more = tl.zeros((MORE, COLS), dtype=tl.float32)
         for start in range(0, K, DEPTH):
-            a = x.load([row_tile * ROWS, start])
             if PAIR:
                 b = tl.reshape(w.load([0, col_tile * (COLS // 2), start]), (COLS, DEPTH))
             else:
                 b = w.load([col_tile * COLS, start])
-            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+            acc = tl.dot(x.load([first, start]), tl.trans(b), acc, input_precision="ieee")
+            if MORE:
+                acc_more = tl.dot(x_more.load([first + ROWS, start]), tl.trans(b), acc_more, input_precision="ieee")
         if PAIR:
-            acc = tl.reshape(tl.permute(tl.reshape(acc, (ROWS, 2, COLS // 2)), (0, 2, 1)), (ROWS, COLS))
-        _store_wide(out, residual, acc, row_tile, col_tile, n, N, ROWS, COLS, ADD, PAIR)
+            acc = _pairs(acc, ROWS, COLS)
+        _store_wide(out, residual, acc, first, col_tile, n, N, ROWS, COLS, ADD, PAIR)
+        if MORE:
+            if PAIR:
+                acc_more = _pairs(acc_more, MORE, COLS)
+            _store_wide(out, residual, acc_more, first + ROWS, col_tile, n, N, MORE, COLS, ADD, PAIR)
     release(DEPENDENT)
+
+
+# Tiles for more than 64 rows, one program an SM that stays.
+COPIED = (
+    Tile(64, 64, 64, 4, 12, "tma", SMS),
+    Tile(64, 128, 64, 4, 8, "tma", SMS),
+    Tile(128, 128, 64, 4, 6, "tma", SMS, ahead=True),
+    Tile(128, 256, 64, 8, 4, "tma", SMS, ahead=True),
+    Tile(128, 64, 64, 4, 6, "tma", SMS, more=64),
+    Tile(128, 128, 64, 4, 5, "tma", SMS, more=64),
+    Tile(128, 256, 64, 8, 3, "tma", SMS, more=64),
+)
+
+
+def clocks(tile: Tile, n: int, outer: int) -> float:
+    """What a step of DEPTH along K takes at best, of all tiles that a processor has one after another.
+
+    Source: it ranks what was measured on an H200 for 96 to 1024 rows as the clock does, but for near ties
+    (docs/performance.md).
+    """
+    rows = tile.rows + tile.more
+    waves = triton.cdiv(triton.cdiv(n, rows) * triton.cdiv(outer, tile.cols), SMS)
+    return waves * (tile.depth * max((rows + tile.cols) * 2 / BYTES, rows * tile.cols / PRODUCTS) + ENDS)
 
 
 def pick_tile(n: int, outer: int, dtype: torch.dtype) -> Tile:
@@ -176,13 +220,10 @@ def pick_tile(n: int, outer: int, dtype: torch.dtype) -> Tile:
     """
     if dtype == torch.float32:  # twice the bytes, and no tensor core: small tiles
         return Tile(16, 32, 32, 4, 2) if n <= 64 else Tile(64, 64, 32, 4, 2)
+    if n > 64:
+        whole = [tile for tile in COPIED if n <= 1024 or not tile.more]
+        return min(whole, key=lambda tile: (clocks(tile, n, outer), (tile.rows + tile.more) * tile.cols))
     narrow, many = outer <= 4096, outer >= 16384
-    if n > 64:  # the copy engine, and one program an SM that stays
-        if many:
-            return Tile(128, 256, 64, 8, 4 if n <= 256 else 3, "tma", SMS)
-        if n <= 128 or (n <= 256 and narrow):
-            return Tile(64, 128, 64, 4, 5, "tma", SMS)
-        return Tile(128, 128, 64, 4, 4, "tma", SMS) if n <= 512 else Tile(128, 256, 64, 8, 4, "tma", SMS)
     if n > 32 and many:
         return Tile(64, 128, 64, 8, 5)
     rows = 16 if n <= 16 else 32 if n <= 32 or narrow else 64
@@ -214,15 +255,18 @@ def linear(
     if not n:
         return out
     tile = tile or pick_tile(n, w.shape[0], x.dtype)
-    tiles = triton.cdiv(n, tile.rows) * triton.cdiv(outer, tile.cols // 2 if gated else tile.cols)
+    copied = tile.copies == "tma" and inner * x.element_size() % 16 == 0
+    more = tile.more if copied else 0
+    tiles = triton.cdiv(n, tile.rows + more) * triton.cdiv(outer, tile.cols // 2 if gated else tile.cols)
     result = (out, out if residual is None else residual.contiguous(), n, outer, inner)
     launch = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False, **launch_options(x.device)}
     shape = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "ADD": residual is not None, "PAIR": gated}
-    if tile.copies == "tma" and inner * x.element_size() % 16 == 0:
-        x_tiles = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+    if copied:
+        x_tiles, x_more = (TensorDescriptor.from_tensor(x, [r, tile.depth]) for r in (tile.rows, more or tile.rows))
         w_shape = [2, tile.cols // 2, tile.depth] if gated else [tile.cols, tile.depth]
         w_tiles = TensorDescriptor.from_tensor(w.view(2, outer, inner) if gated else w, w_shape)
-        _many_rows_copied[(min(tiles, tile.programs or tiles),)](x_tiles, w_tiles, *result, **shape, **launch)
+        grid = (min(tiles, tile.programs or tiles),)
+        _many_rows_copied[grid](x_tiles, x_more, w_tiles, *result, MORE=more, AHEAD=tile.ahead, **shape, **launch)
         return out
     kernel = _few_rows if tile.rows <= 64 and x.dtype != torch.float32 else _many_rows
     kernel[(tiles,)](x, w, *result, EVEN=inner % tile.depth == 0, **shape, **launch)

@@ -12,7 +12,7 @@ from tests.gpu.shapes import GEMMS, noise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_thread")]
 
-COUNTS = (*range(1, 71), 96, 127, 128, 129, 256, 1000)
+COUNTS = (*range(1, 71), 96, 127, 128, 129, 168, 192, 193, 256, 384, 512, 672, 1000, 1025)
 ODD = {"smollm2-qkv": (960, 576), "smollm2-down": (576, 1536), "smollm2-head": (49152, 576), "odd": (97, 72)}
 TILES = (
     gemm.Tile(8, 64, 128, 4, 3),
@@ -25,7 +25,7 @@ TILES = (
     gemm.Tile(128, 128, 64, 8, 3),
     gemm.Tile(128, 256, 64, 8, 3),
     gemm.Tile(128, 128, 64, 4, 4, "tma"),
-    gemm.Tile(128, 256, 64, 8, 3, "tma", 132),
+    *gemm.COPIED,
 )
 
 

@@ -1,7 +1,7 @@
 """Which launch suits a product of 65 to 1024 rows: `python -m tests.gpu.tiles [minutes]`, about 80 seconds on an H200.
 
 For every shape of Llama-3.1-8B and each row count of speculative rounds, the candidates' TB/s of weights beside
-cuBLAS's, the bits of each compared with those of the 8-row kernel, and a table to paste into `gemm.pick_tile`.
+cuBLAS's, beside what `gemm.pick_tile` picks; the bits of each are compared with those of the 8-row kernel.
 """
 
 import sys
@@ -15,18 +15,19 @@ from nanospec_fn.kernels import gemm
 from tests.gpu.shapes import GEMMS, noise
 from tests.gpu.timing import graph, milliseconds
 
-ROWS = (96, 168, 192, 256, 512, 672)
-SIZES = ((64, 128, 64, 4, 5), (64, 256, 64, 4, 4), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3))
-COPIED = ((128, 256, 64, 8, 4), (256, 128, 64, 8, 4), (128, 128, 128, 8, 3))
+ROWS = (96, 168, 192, 256, 384, 512, 672)
 
 
 def candidates(n: int) -> list[gemm.Tile]:
-    """Launches worth a try: pointers, the copy engine, and the copy engine under programs that stay."""
-    found = [gemm.Tile(*size) for size in SIZES if size[0] <= 128]
-    for size in (*SIZES, *COPIED):
-        if size[0] <= max(128, n):
-            found += [gemm.Tile(*size, "tma"), gemm.Tile(*size, "tma", 132)]
-    return [t for t in found if (t.rows + t.cols) * t.depth * 2 * t.stages <= 225_000]
+    """Launches worth a try: those that are picked from, with a stage less too, and ended in the other way."""
+    fits = [tile for tile in gemm.COPIED if n <= 1024 or not tile.more]
+    varied = (
+        tile._replace(stages=tile.stages - less, ahead=ahead)
+        for tile in fits
+        for less in (0, 1)
+        for ahead in (False, True)
+    )
+    return [tile for tile in varied if tile.stages > 1]
 
 
 def weights(name: str) -> list[Tensor]:
