@@ -266,7 +266,8 @@ def linear(
         w_shape = [2, tile.cols // 2, tile.depth] if gated else [tile.cols, tile.depth]
         w_tiles = TensorDescriptor.from_tensor(w.view(2, outer, inner) if gated else w, w_shape)
         grid = (min(tiles, tile.programs or tiles),)
-        _many_rows_copied[grid](x_tiles, x_more, w_tiles, *result, MORE=more, AHEAD=tile.ahead, **shape, **launch)
+        ahead = tile.ahead and out.element_size() == 2  # beside operands to come, wider results find no room
+        _many_rows_copied[grid](x_tiles, x_more, w_tiles, *result, MORE=more, AHEAD=ahead, **shape, **launch)
         return out
     kernel = _few_rows if tile.rows <= 64 and x.dtype != torch.float32 else _many_rows
     kernel[(tiles,)](x, w, *result, EVEN=inner % tile.depth == 0, **shape, **launch)
