@@ -105,6 +105,7 @@ class Captured:
         self._signature = _signature(step, donated)
         self._graphs: dict[tuple[int, ...], _Graph | Callable[..., Any]] = {}
         self._numbers: dict[tuple[str, _Part], int] = {}  # of the arguments' parts of keys: quicker to hash
+        self._sizes: dict[tuple[str, type, Any], _Seen] = {}  # arguments that are no tensors and hold none
         self._last: dict[str, _Part] = {}  # the arguments' parts of the newest capture
         # What comes again as it is, the weights and a state that was handed out: to flatten them and hash their parts
         # at every call would take longer than a graph's launch. Nothing lives longer for being known.
@@ -146,14 +147,22 @@ class Captured:
         known = self._known.get(value) if comes_again and _lasting(value) else None
         if known and known[0] == name and struct.is_live(value) and known[1].place == _places(known[1].tensors):
             return known[1]
+        if isinstance(value, Tensor) or not pytree.tree_is_leaf(value):
+            seen = self._flatten(name, value)
+            if name in self._pinned and _lasting(value) and _fixed(value):
+                self._known[value] = name, seen
+            return seen
+        size = name, type(value), value  # a number or what is like one: the same one comes again
+        if size not in self._sizes:
+            self._sizes[size] = self._flatten(name, value)
+        return self._sizes[size]
+
+    def _flatten(self, name: str, value: Any) -> "_Seen":
         leaves, spec = pytree.tree_flatten(value)
         part = self._part(name, leaves, spec)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         number = self._numbers.setdefault((name, part), len(self._numbers))
-        seen = _Seen(leaves, tensors, _places(tensors), part, number)
-        if name in self._pinned and _lasting(value) and _fixed(value):
-            self._known[value] = name, seen
-        return seen
+        return _Seen(leaves, tensors, _places(tensors), part, number)
 
     def _part(self, name: str, leaves: list[Any], spec: Any) -> "_Part":
         # A graph replays addresses: pinned arguments and donated states are bound by them, other tensors copied in.

@@ -166,6 +166,7 @@ def _updates(
 ) -> Iterator[Update]:
     nothing: Sequence[tuple[trace.Nodes, trace.Rows] | None] = [None] * len(report.rows)
     evidence = trace.to_host(*report.evidence) if report.evidence else nothing
+    levels = [*range(1, report.table.shape[1])]  # more than any tree has
     end = 0
     for slot, count, accepted, done, judged in zip(report.rows, *narrow[:3], evidence, strict=True):
         begin, end = end, end + count
@@ -177,7 +178,7 @@ def _updates(
             tokens[begin:end],
             target_logp[begin:end],
             behaviour_logp[begin:end],
-            [*range(1, accepted + 1), *[0] * (count - accepted)],
+            levels[:accepted] + [0] * (count - accepted),
             None if report.prefill else accepted,
             REASONS.get(done),
             judged,
