@@ -131,9 +131,9 @@ def test_a_batch_size_has_its_own_times():
     assert one.play(stats, 200)[1].most_common(1)[0][0] == LONG
 
 
-@pytest.mark.parametrize(("bucket", "allowed"), [(1, 4), (24, 4), (25, 3), (85, 3), (86, 2), (129, 1), (4096, 1)])
+@pytest.mark.parametrize(("bucket", "allowed"), [(1, 4), (36, 4), (37, 3), (128, 3), (129, 2), (193, 1), (4096, 1)])
 def test_rows_have_a_budget(bucket, allowed):
-    """512 rows: 24 trees of 21, 85 chains of 6, 128 of 4; plain decoding whatever the batch."""
+    """768 rows: 36 trees of 21, 128 chains of 6, 192 of 4; plain decoding whatever the batch."""
     world = World((5.0, 5.0, 5.0, 5.0), chain=0.99, tree=0.99, bucket=bucket)
     _, taken, *_ = world.play(variants.Stats(), 20)
     assert set(taken) == set(range(allowed))
