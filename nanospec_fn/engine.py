@@ -126,7 +126,8 @@ class Engine:
             if choice.alone:
                 self.backlog = variants.left_out(self.backlog, requests)
         self.state, table, evidence = call(self.params, self.state, slot, size)
-        table, evidence = reports.to_host(table), reports.to_host(evidence) if evidence else ()
+        table = table.to("cpu", non_blocking=True)
+        evidence = reports.to_host(evidence) if evidence else ()
         return Report(step, rows, requests, chunk > 0, bucket, choice.variant, table, evidence, issued())
 
     def _rows_for(self, requests: dict[int, int], bucket: int) -> tuple[list[int], Tensor | None]:
@@ -142,19 +143,20 @@ class Engine:
             self._rows = rows, slot.to(device, non_blocking=True)
         return self._rows
 
-    def choose(self, plan: schedule.Plan, running: int, lossy: bool, beside: bool) -> Choice:
-        """What the planned step runs, of a prefill only whether it is the target's alone.
+    def choose(self, plan: schedule.Plan, running: int, *, lossy_step: bool, lossy_call: bool) -> Choice:
+        """What the planned step runs; of a prefill only whether it is the target's alone counts. The first that holds:
 
-        The law of a lossy rule depends on the tree, so a round with one always has the last variant; and on what the
-        draft has seen before, so a call with one never leaves it out. Else it is left out where rounds over all that
-        run have no room for a tree, and from then on for the requests of such steps: it has a hole there.
+        - with a lossy request in the step the last variant: its law depends on the tree;
+        - where no tree fits beside all that run, or the draft has missed a part of every request of the step, the
+          target alone: but not in a call with a lossy request, whose law depends on what the draft has seen;
+        - what `variants.pick` picks.
 
-        Args: running: requests in slots; lossy: whether one of this call has a lossy rule; beside: one of this step.
+        Args: running: requests in slots; lossy_step, lossy_call: whether one of the step, of the call has a lossy rule.
         """
-        if not self.picks or beside:
+        if not self.picks or lossy_step:
             return Choice(len(self.shapes) - 1)
-        crowded = len(self.variants.fits(schedule.bucket(running, self.program.max_slots))) == 1
-        if not lossy and (crowded or self.backlog.holes.issuperset(plan.prefill or plan.round)):
+        crowded = self.variants.fits(schedule.bucket(running, self.program.max_slots)) == [0]
+        if not lossy_call and (crowded or self.backlog.holes.issuperset(plan.prefill or plan.round)):
             return Choice(0, alone=True)
         return Choice(variants.pick(self.variants, self.stats, plan.bucket))
 
@@ -248,8 +250,8 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Generator[Update, None
                 engine.seat(plan, requests, emitted)
                 if not slots:
                     return
-                beside = not lossy.isdisjoint(now.values())
-                choice = engine.choose(plan, len(planned.running), bool(lossy), beside)
+                here = not lossy.isdisjoint(now.values())
+                choice = engine.choose(plan, len(planned.running), lossy_step=here, lossy_call=bool(lossy))
                 issued = engine.run(now, plan.bucket, plan.chunk, choice, step)
                 step += 1
                 due, flying = (flying, issued) if engine.behind else (issued, None)

@@ -6,7 +6,6 @@ On CUDA the copy is only issued: it is read when the next step already runs.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,8 +106,7 @@ def _start_on_host() -> Callable[[], Callable[[], float]]:
 
 def to_host(tree: Any) -> Any:
     """Tensors on their way to the host: on CUDA into pinned memory, without waiting."""
-    bring = partial(Tensor.to, device="cpu", non_blocking=True)
-    return bring(tree) if isinstance(tree, Tensor) else pytree.tree_map(bring, tree)
+    return pytree.tree_map(lambda x: x.to("cpu", non_blocking=True), tree)
 
 
 def unpack(table: Tensor) -> tuple[list[list[int]], list[int], list[float], list[float]]:
@@ -166,7 +164,7 @@ def _updates(
 ) -> Iterator[Update]:
     nothing: Sequence[tuple[trace.Nodes, trace.Rows] | None] = [None] * len(report.rows)
     evidence = trace.to_host(*report.evidence) if report.evidence else nothing
-    levels = [*range(1, report.table.shape[1])]  # more than any tree has
+    depths = [*range(1, report.table.shape[1])]  # more than any tree has; a slice takes less than a range for each row
     end = 0
     for slot, count, accepted, done, judged in zip(report.rows, *narrow[:3], evidence, strict=True):
         begin, end = end, end + count
@@ -178,7 +176,7 @@ def _updates(
             tokens[begin:end],
             target_logp[begin:end],
             behaviour_logp[begin:end],
-            levels[:accepted] + [0] * (count - accepted),
+            depths[:accepted] + [0] * (count - accepted),
             None if report.prefill else accepted,
             REASONS.get(done),
             judged,

@@ -96,10 +96,13 @@ def consume(obj: Any) -> None:
             object.__delattr__(obj, name)
 
 
-def hand_over(obj: Any) -> Any:
-    """The same state in new wrappers, nested ones too, over the same tensors; the old ones are consumed."""
+def renew(obj: Any) -> Any:
+    """A state that is consumed, as by `consume`, and made anew over the same tensors and statics: its next wrappers.
+
+    Args: obj: frozen dataclasses and tuples, at any depth.
+    """
     if isinstance(obj, tuple):
-        items = [item if isinstance(item, Tensor) else hand_over(item) for item in obj]
+        items = [item if isinstance(item, Tensor) else renew(item) for item in obj]
         return type(obj)(*items) if hasattr(obj, "_fields") else tuple(items)
     names = _field_names(obj.__class__)
     if not names:
@@ -107,7 +110,7 @@ def hand_over(obj: Any) -> Any:
     fresh = object.__new__(obj.__class__)
     for name in names:
         value = getattr(obj, name)
-        object.__setattr__(fresh, name, value if isinstance(value, Tensor) else hand_over(value))
+        object.__setattr__(fresh, name, value if isinstance(value, Tensor) else renew(value))
         object.__delattr__(obj, name)
     return fresh
 

@@ -199,6 +199,10 @@ def left_out(backlog: Backlog, slots: Iterable[int]) -> Backlog:
 
 
 def seated(backlog: Backlog, coming: Mapping[int, int | None]) -> Backlog:
-    """Take in new requests: by slot, the one whose prompt's KV, the draft's with it, they take over."""
+    """Take in new requests.
+
+    Args: coming: their slots, and the slot whose prompt's KV, the draft's with it, each takes over, or None. A donor's
+      hole may lie behind the prompt; the new request is taken to have it all the same.
+    """
     inherited = {slot for slot, donor in coming.items() if donor in backlog.holes}
     return replace(backlog, holes=backlog.holes.difference(coming).union(inherited))

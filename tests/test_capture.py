@@ -146,7 +146,7 @@ def test_nested_states_are_consumed_and_tensors_are_not():
         _ = pair().nothing
 
 
-def test_a_state_is_handed_over_in_new_wrappers():
+def test_a_state_is_made_anew_in_other_wrappers():
     """Bugs: an old wrapper that can still be read, at any depth; a tensor copied; a static or a tuple's class lost."""
 
     class Two(NamedTuple):
@@ -156,11 +156,27 @@ def test_a_state_is_handed_over_in_new_wrappers():
     outer = Outer(pair(), (torch.ones(2),))
     given = (Two(pair(), 7), outer, 3)
     old, leaves = [outer, outer.pair, given[0].first], pytree.tree_leaves(given)
-    fresh = struct.hand_over(given)
+    fresh = struct.renew(given)
     assert type(fresh[0]) is Two
     assert (fresh[0].second, fresh[2], fresh[1].pair.size) == (7, 3, pair().size)
     assert all(a is b for a, b in zip(pytree.tree_leaves(fresh), leaves, strict=True))
     assert not any(map(struct.is_live, old))
+
+
+def test_arguments_without_tensors_are_keys_by_name_type_and_value():
+    """Bug: one argument's program is run for another's, or that of 1 for True."""
+
+    def step(params: Any, state: Pair, one: Any = 0, two: Any = 0, put: Any = struct.put) -> tuple[Pair, Any]:
+        return state, (repr(one), repr(two))
+
+    fast, state = ns.capture(step), pair()
+    values = (0, 1, True, 1.0, None, "1", CHAIN, TREE)
+    cases = [{name: value} for name in ("one", "two") for value in values]
+    for _ in range(2):
+        for case in cases:
+            state, told = fast((), state, **case)
+            assert told == tuple(repr(case.get(name, 0)) for name in ("one", "two"))
+        assert fast.captures == len(cases)
 
 
 def test_captures_are_counted_and_explained():

@@ -28,7 +28,7 @@ TILES = (
     gemm.Tile(128, 16, 16, 1, 1),
     gemm.Tile(128, 16, 16, 1, 1, "tma"),
     gemm.Tile(16, 16, 16, 1, 1, "tma", 2),  # fewer programs than tiles
-    gemm.Tile(8, 16, 16, 1, 1, "tma", 2, more=4, ahead=True),
+    gemm.Tile(8, 16, 16, 1, 1, "tma", 2, more=4, overlap=True),
 )
 
 
@@ -52,34 +52,6 @@ def test_linear_gated_pairs_gate_and_up(n, inner, outer):
     want = rows.silu_mul((x.double() @ w.double().t()).to(x.dtype))
     for tile in TILES:
         assert torch.equal(gemm.linear(x, w, tile=tile, gated=True), want), tile
-
-
-def test_more_rows_take_the_tile_that_was_quickest():
-    """Rows and columns of the tile that was the quickest on an H200 for x [n, K] @ w [outer, K]^T, by (n, outer):
-    of the narrow products (out, down), qkv, and the wide ones (gate and up).
-    """
-    quickest = {
-        (128, 4096): (64, 64),
-        (192, 4096): (64, 128),
-        (256, 4096): (64, 128),
-        (384, 4096): (192, 64),
-        (512, 4096): (128, 128),
-        (672, 4096): (192, 128),
-        (1024, 4096): (128, 256),
-        (128, 6144): (64, 128),
-        (192, 6144): (192, 64),
-        (256, 6144): (128, 128),
-        (384, 6144): (192, 128),
-        (128, 28672): (128, 256),
-        (192, 28672): (192, 256),
-        (256, 28672): (128, 256),
-        (512, 28672): (128, 128),
-        (1024, 28672): (128, 256),
-        (8192, 28672): (128, 256),
-        (192, 128256): (192, 256),
-    }
-    picked = {key: gemm.pick_tile(*key, torch.bfloat16) for key in quickest}
-    assert {key: (tile.rows + tile.more, tile.cols) for key, tile in picked.items()} == quickest
 
 
 def test_linear_many_row_tiles_cover_every_row():

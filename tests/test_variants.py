@@ -261,47 +261,62 @@ def steps_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     return seen
 
 
+def crowded(max_rows: int, **sizes: int) -> Engine:
+    """An engine of a frozen copy and four slots, whose passes have so many rows at most."""
+    config = dataclasses.replace(AUTO, max_slots=4, **sizes)
+    engine = ns.prepare(target(), ns.load_draft("frozen", target()), config, TREE)
+    engine.variants = dataclasses.replace(engine.variants, max_rows=max_rows)
+    return engine
+
+
 def test_too_many_slots_for_any_tree_leave_the_draft_out(monkeypatch):
     """Bugs: a draft that is run though nothing may be drafted, or for requests that it has missed a part of; one that
-    never comes back; text that depends on it.
+    does not come back for the next ones; text that depends on it.
     """
     starts = [prompt(6, seed) for seed in range(6)]
     sampling = [ns.Sampling(max_tokens=n, temperature=float(n % 2), seed=n) for n in (8, 9, 11, 60, 5, 7)]
     plain = ns.generate(target(), starts, sampling)
-    draft = ns.load_draft("frozen", target())
-    engine = ns.prepare(target(), draft, dataclasses.replace(AUTO, max_slots=4), TREE)
-    engine.variants = dataclasses.replace(engine.variants, max_rows=8)  # two slots with a short chain each
-    used = []
-    propose = type(draft.method).propose
-    monkeypatch.setattr(type(draft.method), "propose", lambda *args: used.append(len(args[4])) or propose(*args))
+    engine = crowded(max_rows=8)  # two slots with a short chain each
+    used, method = [], type(engine.draft.method)
+    propose = method.propose
+    monkeypatch.setattr(method, "propose", lambda *args: used.append(1) or propose(*args))
     seen = steps_of(engine, monkeypatch)
-    for turn in (slice(6), slice(3, 5)):  # six at once, of whom one is left behind by the others; then two
-        out = ns.generate(target(), starts[turn], sampling[turn], engine=engine)
-        for one, want in zip(out, plain[turn], strict=True):
-            assert (one.tokens, one.target_logp, one.behaviour_logp) == (
-                want.tokens,
-                want.target_logp,
-                want.target_logp,
-            )
-        assert {alone for *_, alone in seen} == {turn == slice(6)}
-        assert bool(used) == (turn != slice(6))
-        assert {bucket for bucket, *_ in seen} >= {1, 2}
+    # Six, of whom one is left by the others; then two, who always had room.
+    for some, alone in ((slice(0, 6), True), (slice(3, 5), False)):
+        out = ns.generate(target(), starts[some], sampling[some], engine=engine)
+        assert [(o.tokens, o.target_logp, o.behaviour_logp) for o in out] == [
+            (o.tokens, o.target_logp, o.behaviour_logp) for o in plain[some]
+        ]
+        assert {step[2] for step in seen} == {alone}
+        assert bool(used) != alone
+        assert {step[0] for step in seen} >= {1, 2}
         seen.clear()
-    assert max(used) == 2
-    assert max(out[0].origin) > 0, "it is drafted for again"
+    assert max(out[0].origin) > 0
     assert_empty(engine)
 
 
-def test_who_is_left_out():
-    """Values by hand. Bugs: a prefill that runs the draft for a round too large for it; a hole that a shared prompt
-    takes along, or that stays when its request has left; requests without one left out beside others.
+def test_a_shared_prompt_takes_its_hole_along(monkeypatch):
+    """A long prompt is begun beside two requests that leave at once, so without the draft; another request shares it
+    when there is room. Bug: that one is drafted for from KV that nobody wrote.
     """
-    engine = ns.prepare(target(), ns.load_draft("frozen", target()), dataclasses.replace(AUTO, max_slots=4), TREE)
-    engine.variants = dataclasses.replace(engine.variants, max_rows=8)
+    engine = crowded(max_rows=8, prefill_chunk=8)
+    starts = [prompt(60, 1), prompt(5, 2), prompt(5, 3), prompt(60, 1)]
+    sampling = [ns.Sampling(max_tokens=n, ignore_eos=True) for n in (20, 1, 1, 10)]
+    seen = steps_of(engine, monkeypatch)
+    out = ns.generate(target(), starts, sampling, engine=engine)
+    assert [o.tokens for o in out] == [o.tokens for o in ns.generate(target(), starts, sampling)]
+    assert {alone for *_, alone in seen} == {True}
+
+
+def test_who_is_left_out():
+    """Values by hand. Bugs: a prefill that runs the draft for a round too large for it; a hole that stays when its
+    request has left; requests without one left out beside others.
+    """
+    engine = crowded(max_rows=8)
     new, turn = schedule.Plan(prefill=(0,), chunk=8, bucket=1), schedule.Plan(round=(0, 1), bucket=2)
 
     def alone(plan: schedule.Plan, running: int, lossy: bool = False) -> bool:
-        return engine.choose(plan, running, lossy, False).alone
+        return engine.choose(plan, running, lossy_step=False, lossy_call=lossy).alone
 
     assert [alone(new, 1), alone(new, 2), alone(new, 3), alone(turn, 4)] == [False, False, True, True]
     assert not alone(new, 3, lossy=True)
@@ -423,7 +438,7 @@ def test_any_choice_gives_the_bytes_of_plain_decoding(name, spec, choices, jobs,
     engine.behind = behind
     dice = itertools.cycle(choices)
     some = (variants.Choice(0, alone=True), *map(variants.Choice, range(len(engine.shapes))))
-    engine.choose = lambda *_: some[next(dice) % len(some)]
+    engine.choose = lambda *_, **__: some[next(dice) % len(some)]
     got = ns.generate(model, starts, sampling, engine=engine)
     for start, request, one in zip(starts, sampling, got, strict=True):
         want = reference.reference(model, tuple(start), request)
@@ -485,7 +500,7 @@ def test_the_draft_keeps_up_through_plain_rounds(choices, jobs, max_slots, spare
     engine = watch(ns.prepare(model, ns.load_draft("frozen", model), config, spec))
     engine.behind = behind
     dice = itertools.cycle(choices)
-    engine.choose = lambda *_: variants.Choice(next(dice))
+    engine.choose = lambda *_, **__: variants.Choice(next(dice))
     run, lacking = engine.run, []
 
     def checked(*args: Any) -> Any:

@@ -11,6 +11,8 @@ Shapes: B slots, R rows of a slot, n = B * R, H query heads, K KV heads, G = H /
 M page-table width, J width of a tree's paths (positions behind the base), NB blocks that a table can hold.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,9 +24,18 @@ from nanospec_fn.kernels.dependent import enter, launch_options
 BLOCK = cpu.KV_BLOCK  # positions; page sizes divide it
 SMALL = 16  # rows of the smallest tile that a dot takes
 FULL = 256  # tiles that keep a device busy; fewer are cut, so that a block of keys has a program to itself
+FEW = 16  # tiles whose programs, when they are cut, still have a processor each
 MOST = 1024  # programs of a launch that is cut
 # Which blocks: all; those that the rows of a slot share; those that each row has for itself.
 ALL, SHARED, OWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+class Launch(NamedTuple):
+    """How a tile of queries is worked on, of no consequence for the bits."""
+
+    rows: int  # of a tile
+    warps: int
+    fold_stages: int = 1  # of the loop that folds what was cut
 
 
 @triton.jit
@@ -63,12 +74,12 @@ def _attend(
     q, pool, out, tops, masses, mixes, arrived, position, base, path, table,
     scale, q_row, pool_page, pool_half, pool_slot, TILES, R, M, S, J, NB, K, D,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    PART: tl.constexpr, SPLIT: tl.constexpr, FOLD_STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Programs: (B * K * TILES, splits). A tile is ROWS of a slot's R * G query rows, or one row's G for OWN.
 
     PART: ALL, SHARED or OWN. SPLIT: store every block's share by itself; the last program of a tile to come here folds
-    them all, in order, with loads AHEAD.
+    them all, in order, FOLD_STAGES - 1 shares' loads ahead.
     """
     enter(DEPENDENT)
     tile, pair = tl.program_id(0) % TILES, tl.program_id(0) // TILES
@@ -139,7 +150,7 @@ def _attend(
     elif PART != SHARED:
         tl.debug_barrier()  # this program's shares are stored; the atomic publishes them and brings in the others'
         if tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == tl.num_programs(1) - 1:
-            for block in tl.range(stop, num_stages=AHEAD):
+            for block in tl.range(stop, num_stages=FOLD_STAGES):
                 share = query * NB + block
                 both = live[:, None] & (d[None, :] < D)
                 # Through L2: another program on this processor may have left an older line in L1.
@@ -188,11 +199,15 @@ def attend(
     if not n:
         return out
     blocks = triton.cdiv(page_table.shape[1] * size, BLOCK)
+    pairs = b * kv_heads
     if split is None:
-        split = b * kv_heads * (r if tree else triton.cdiv(r * groups, SMALL)) < FULL
-    rows = rows or _tile_rows(q, r * groups, tree, split, b * kv_heads)
-    tiles = triton.cdiv(r * groups, rows)
-    finishing = b * kv_heads * (r if tree else tiles)  # tiles of the launch that writes `out`, a counter each
+        split = is_cut(pairs, r, groups, tree)
+    part = SHARED.value if tree else ALL.value
+    launch = pick_launch(part, r * groups, pairs, split, _most_rows(q))
+    if rows:
+        launch = Launch(rows, _plain_warps(rows))
+    tiles = triton.cdiv(r * groups, launch.rows)
+    finishing = pairs * (r if tree else tiles)  # tiles of the launch that writes `out`, a counter each
     per_query = blocks if split else 1
     tops, masses, mixes = _shares(q, per_query) if tree or split else (out, out, out)
     if not split:
@@ -200,48 +215,56 @@ def attend(
     elif arrived is None or arrived.numel() < finishing:
         arrived = torch.zeros(finishing, dtype=torch.int32, device=q.device)
 
-    def run(part: int, slot_tiles: int, tile_rows: int, splits: int) -> None:
-        _attend[(b * kv_heads * slot_tiles, splits if split else 1)](
+    def run(part: int, slot_tiles: int, launch: Launch, splits: int) -> None:
+        _attend[(pairs * slot_tiles, splits if split else 1)](
             q, pool, out, tops, masses, mixes, arrived, position, first,
             ancestors, page_table, d**-0.5, q.stride(0), pool.stride(0), pool.stride(1), pool.stride(2),
             slot_tiles, r, page_table.shape[1], size, ancestors.shape[-1], per_query, kv_heads, d,
-            G=groups, ROWS=tile_rows, WIDTH=triton.next_power_of_2(d), BLOCK=BLOCK, PART=part, SPLIT=split,
-            AHEAD=3 if r > 1 and finishing > 16 else 1,
-            num_warps=_warps(tile_rows, split, part, finishing), num_stages=2, enable_fp_fusion=False,
+            G=groups, ROWS=launch.rows, WIDTH=triton.next_power_of_2(d), BLOCK=BLOCK, PART=part, SPLIT=split,
+            FOLD_STAGES=launch.fold_stages, num_warps=launch.warps, num_stages=2, enable_fp_fusion=False,
             **launch_options(q.device),
         )  # fmt: skip
 
-    most = min(blocks, max(1, MOST // (b * kv_heads * tiles)))
+    run(part, tiles, launch, min(blocks, max(1, MOST // (pairs * tiles))))
     if tree:
-        own_rows = max(SMALL, triton.next_power_of_2(groups))
-        run(SHARED.value, tiles, rows, most)
-        run(OWN.value, r, own_rows, triton.cdiv(BLOCK - 1 + ancestors.shape[-1], BLOCK))
-    else:
-        run(ALL.value, tiles, rows, most)
+        own = pick_launch(OWN.value, groups, pairs, split, _most_rows(q))
+        run(OWN.value, r, own, triton.cdiv(BLOCK - 1 + ancestors.shape[-1], BLOCK))
     return out
 
 
-def _tile_rows(q: Tensor, queries: int, tree: bool, split: bool, pairs: int) -> int:
-    """Rows of a tile for so many queries of each pair of slot and KV head.
+def is_cut(pairs: int, r: int, groups: int, tree: bool) -> bool:
+    """Whether pairs of slot and KV head, of R rows each, leave a device idle if a tile is one program's work."""
+    return pairs * (r if tree else triton.cdiv(r * groups, SMALL)) < FULL
 
-    Few queries cut into blocks: no more than a dot takes, since a tile's time is that of its loads and more programs
-    hide it. Not cut: 64, however few live, for Hopper's own instruction, which reads keys and values where they arrive;
-    but many pairs keep a device busy by themselves, and share its memory better in tiles of 32.
-    Source: swept on an H200 (docs/performance.md).
+
+def pick_launch(part: int, queries: int, pairs: int, split: bool, most: int) -> Launch:
+    """The launch for so many queries of each pair of slot and KV head; for OWN those of a row, which are one tile.
+
+    Args: most: rows of a tile that fit the registers.
+    Source: swept on an H200; tests/test_launches.py holds it beside what was measured.
     """
-    most = SMALL if q.dtype == torch.float32 else 128 if triton.next_power_of_2(q.shape[2]) <= 128 else 64
+    if part == OWN.value:
+        return Launch(max(SMALL, triton.next_power_of_2(queries)), 2 if split else 1)
     if queries > 128:
-        return most
-    return min(most, SMALL if split else 64 if tree or pairs <= FULL else 32)
+        return Launch(most, _plain_warps(most))
+    if split:  # no more rows than a dot takes: a tile's time is that of its loads, and more programs hide it
+        if pairs * triton.cdiv(queries, SMALL) <= FEW:
+            return Launch(SMALL, 4)
+        return Launch(SMALL, 2, fold_stages=3 if queries > SMALL else 1)
+    if part == ALL.value and pairs > FULL:  # busy by itself: smaller tiles share a processor's memory better
+        return Launch(min(most, 32), 2)
+    # However few rows live: with 64 Hopper's own instruction reads keys and values where they arrive.
+    return Launch(min(most, 64), _plain_warps(min(most, 64)))
 
 
-def _warps(rows: int, split: bool, part: int, tiles: int) -> int:
-    """Of a tile of so many rows, among so many tiles. Source: as for `_tile_rows`."""
-    if rows >= 128:
-        return 8
-    if split:
-        return 4 if tiles <= 16 else 2
-    return 1 if part == OWN.value else 4 if rows >= 64 else 2
+def _most_rows(q: Tensor) -> int:
+    if q.dtype == torch.float32:
+        return SMALL
+    return 128 if triton.next_power_of_2(q.shape[2]) <= 128 else 64
+
+
+def _plain_warps(rows: int) -> int:
+    return 8 if rows >= 128 else 4 if rows >= 64 else 2
 
 
 def _shares(q: Tensor, per_query: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,9 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanospec_fn.kernels.dependent import launch_options, release, wait
 
 SMS = 132  # of an H100 and an H200
-# What one of them does in a clock, at most: operands that come in from L2, and products of two 16-bit numbers.
-BYTES, PRODUCTS = 64, 2048
-ENDS = 20  # clocks: a tile's beginning and end, spread over the steps of K = 4096
+L2_BYTES, MULTIPLY_ADDS = 64, 2048  # per SM and clock, at most; of 16-bit operands
+ENDS = 1280  # clocks of a tile's beginning and end
 
 
 class Tile(NamedTuple):
@@ -31,10 +30,11 @@ class Tile(NamedTuple):
     depth: int
     warps: int
     stages: int
-    copies: str = "threads"  # who brings operands in: "threads", or "tma", the copy engine, for over 64 rows in all
+    copies: str = "threads"  # who brings operands in: "threads", or "tma", the copy engine, for more than 64 rows
+    # With the copy engine only:
     programs: int = 0  # that take tiles one after another; 0: one for each tile
-    more: int = 0  # rows of a second part, which shares the first one's weights; with the copy engine
-    ahead: bool = False  # operands of the next tile come in while one is stored; likewise
+    more: int = 0  # rows of a second dot on the same weights, so that 192 = 128 + 64 rows are one tile
+    overlap: bool = False  # the next tile's operands come in while this one is stored
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def _store_wide(
     out, residual, acc, first, col_tile, n, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, ADD: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """acc [ROWS, COLS], or with PAIR [ROWS, COLS / 2, 2]; first: its first row's place."""
+    """acc [ROWS, COLS], or with PAIR [ROWS, COLS / 2, 2], -> out; first: the row of out that acc[0] is."""
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
     WIDTH: tl.constexpr = COLS // 2 if PAIR else COLS
     _store(out, residual, acc, row, n, col_tile * WIDTH + tl.arange(0, WIDTH), N, ADD, PAIR)
@@ -154,19 +154,18 @@ def _pairs(acc, ROWS: tl.constexpr, COLS: tl.constexpr):
 @triton.jit(do_not_specialize=["n"])
 def _many_rows_copied(
     x, x_more, w, out, residual, n, N, K,
-    ROWS: tl.constexpr, MORE: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, MORE: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr,
     ADD: tl.constexpr, PAIR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`_many_rows` with both operands behind descriptors, for the copy engine; programs take tiles one after another.
 
     x, x_more: descriptors of [n, K], tiles [ROWS, DEPTH] and [MORE, DEPTH], the second not used where MORE is 0;
     w: of [N, K], tiles [COLS, DEPTH], or with PAIR of [2, N, K], tiles [2, COLS / 2, DEPTH]. What is past an edge reads
-    as zero, which adds nothing. A tile has ROWS + MORE rows: 192 are no power of two, and in tiles of 128 half of the
-    second one would be empty.
+    as zero, which adds nothing. A tile has ROWS + MORE rows, in a dot each.
     """
     row_tiles, col_tiles = tl.cdiv(n, ROWS + MORE), tl.cdiv(N, COLS // 2 if PAIR else COLS)
     wait(DEPENDENT)
-    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=AHEAD):
+    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=OVERLAP):
         row_tile, col_tile = _place(tile, row_tiles, col_tiles)
         first = row_tile * (ROWS + MORE)
         acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
@@ -194,35 +193,36 @@ def _many_rows_copied(
 COPIED = (
     Tile(64, 64, 64, 4, 12, "tma", SMS),
     Tile(64, 128, 64, 4, 8, "tma", SMS),
-    Tile(128, 128, 64, 4, 6, "tma", SMS, ahead=True),
-    Tile(128, 256, 64, 8, 4, "tma", SMS, ahead=True),
+    Tile(128, 128, 64, 4, 6, "tma", SMS, overlap=True),
+    Tile(128, 256, 64, 8, 4, "tma", SMS, overlap=True),
     Tile(128, 64, 64, 4, 6, "tma", SMS, more=64),
     Tile(128, 128, 64, 4, 5, "tma", SMS, more=64),
     Tile(128, 256, 64, 8, 3, "tma", SMS, more=64),
 )
 
 
-def clocks(tile: Tile, n: int, outer: int) -> float:
-    """What a step of DEPTH along K takes at best, of all tiles that a processor has one after another.
+def clocks(tile: Tile, n: int, outer: int, inner: int) -> float:
+    """Clocks that the busiest SM needs at least for x [n, inner] @ w [outer, inner]^T of 16-bit numbers.
 
-    Source: it ranks what was measured on an H200 for 96 to 1024 rows as the clock does, but for near ties
-    (docs/performance.md).
+    Source: beside an H200's times for 96 to 1024 rows, tests/test_launches.py.
     """
-    rows = tile.rows + tile.more
-    waves = triton.cdiv(triton.cdiv(n, rows) * triton.cdiv(outer, tile.cols), SMS)
-    return waves * (tile.depth * max((rows + tile.cols) * 2 / BYTES, rows * tile.cols / PRODUCTS) + ENDS)
+    rows, waves = tile.rows + tile.more, triton.cdiv(outer, tile.cols)
+    waves = triton.cdiv(waves * triton.cdiv(n, rows), SMS)
+    return waves * (inner * max((rows + tile.cols) * 2 / L2_BYTES, rows * tile.cols / MULTIPLY_ADDS) + ENDS)
 
 
-def pick_tile(n: int, outer: int, dtype: torch.dtype) -> Tile:
-    """The launch for x [n, K] @ w [outer, K]^T of a dtype; of no consequence for the bits.
+def pick_tile(n: int, outer: int, inner: int, dtype: torch.dtype) -> Tile:
+    """The launch for x [n, inner] @ w [outer, inner]^T of a dtype; of no consequence for the bits.
 
-    Source: swept on an H200 over the shapes of Llama-3.1-8B (docs/performance.md).
+    Source: up to 64 rows swept on an H200 over the shapes of Llama-3.1-8B (docs/performance.md); beyond, `clocks`.
     """
     if dtype == torch.float32:  # twice the bytes, and no tensor core: small tiles
         return Tile(16, 32, 32, 4, 2) if n <= 64 else Tile(64, 64, 32, 4, 2)
     if n > 64:
-        whole = [tile for tile in COPIED if n <= 1024 or not tile.more]
-        return min(whole, key=lambda tile: (clocks(tile, n, outer), (tile.rows + tile.more) * tile.cols))
+        # Two parts are for rounds, whose last tile of rows would be half empty; beyond them they were not quicker.
+        suited = [tile for tile in COPIED if n <= 1024 or not tile.more]
+        # Of equals the smaller tile: its programs are as many or more, and each multiplies less that is thrown away.
+        return min(suited, key=lambda tile: (clocks(tile, n, outer, inner), (tile.rows + tile.more) * tile.cols))
     narrow, many = outer <= 4096, outer >= 16384
     if n > 32 and many:
         return Tile(64, 128, 64, 8, 5)
@@ -244,9 +244,11 @@ def linear(
 ) -> Tensor:
     """x [n, K] @ w [N, K]^T (+ residual [n, N], added after the product is rounded) -> [n, N] in `dtype`, or x's.
 
-    A tile of 64 rows or fewer runs with the weights as the wide operand.
-
-    Args: gated: `rows.silu_mul` of the product, with its bits: w [2N, K] gives [n, N].
+    Args:
+      dtype: of the result; None: x's.
+      tile: None: `pick_tile`'s. "tma" needs K to be a multiple of 16 bytes, else threads copy and `more` does not
+        count. `overlap` holds for results of 2 bytes: wider ones leave no room for the next tile's operands.
+      gated: `rows.silu_mul` of the product, with its bits: w [2N, K] gives [n, N].
     """
     n, inner = x.shape
     outer = w.shape[0] // 2 if gated else w.shape[0]
@@ -254,7 +256,7 @@ def linear(
     out = torch.empty(n, outer, dtype=dtype or x.dtype, device=x.device)
     if not n:
         return out
-    tile = tile or pick_tile(n, w.shape[0], x.dtype)
+    tile = tile or pick_tile(n, w.shape[0], inner, x.dtype)
     copied = tile.copies == "tma" and inner * x.element_size() % 16 == 0
     more = tile.more if copied else 0
     tiles = triton.cdiv(n, tile.rows + more) * triton.cdiv(outer, tile.cols // 2 if gated else tile.cols)
@@ -262,12 +264,13 @@ def linear(
     launch = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False, **launch_options(x.device)}
     shape = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "ADD": residual is not None, "PAIR": gated}
     if copied:
-        x_tiles, x_more = (TensorDescriptor.from_tensor(x, [r, tile.depth]) for r in (tile.rows, more or tile.rows))
+        x_tiles = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+        x_more = TensorDescriptor.from_tensor(x, [more, tile.depth]) if more else x_tiles
         w_shape = [2, tile.cols // 2, tile.depth] if gated else [tile.cols, tile.depth]
         w_tiles = TensorDescriptor.from_tensor(w.view(2, outer, inner) if gated else w, w_shape)
         grid = (min(tiles, tile.programs or tiles),)
-        ahead = tile.ahead and out.element_size() == 2  # beside operands to come, wider results find no room
-        _many_rows_copied[grid](x_tiles, x_more, w_tiles, *result, MORE=more, AHEAD=ahead, **shape, **launch)
+        overlap = tile.overlap and out.element_size() == 2
+        _many_rows_copied[grid](x_tiles, x_more, w_tiles, *result, MORE=more, OVERLAP=overlap, **shape, **launch)
         return out
     kernel = _few_rows if tile.rows <= 64 and x.dtype != torch.float32 else _many_rows
     kernel[(tiles,)](x, w, *result, EVEN=inner % tile.depth == 0, **shape, **launch)

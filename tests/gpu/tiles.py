@@ -1,9 +1,11 @@
-"""Which launch suits a product of 65 to 1024 rows: `python -m tests.gpu.tiles [minutes]`, about 80 seconds on an H200.
+"""Which launch suits a product of 96 to 1024 rows: `python -m tests.gpu.tiles [minutes]` on an H200.
 
-For every shape of Llama-3.1-8B and each row count of speculative rounds, the candidates' TB/s of weights beside
-cuBLAS's, beside what `gemm.pick_tile` picks; the bits of each are compared with those of the 8-row kernel.
+For every shape of Llama-3.1-8B and each row count of rounds, TB/s of weights: the three best launches, what
+`gemm.pick_tile` picks, and cuBLAS. The bits of each are compared with those of the 8-row kernel. Compile them first, in
+several processes: `python -m tests.gpu.tiles warm:PART:PARTS`.
 """
 
+import itertools
 import sys
 import time
 from collections import defaultdict
@@ -15,19 +17,23 @@ from nanospec_fn.kernels import gemm
 from tests.gpu.shapes import GEMMS, noise
 from tests.gpu.timing import graph, milliseconds
 
-ROWS = (96, 168, 192, 256, 384, 512, 672)
+ROWS = (96, 168, 192, 256, 384, 512, 672, 1024)
+SHARED_MEMORY = 227_000  # bytes of it that a program may have, some left for barriers
 
 
 def candidates(n: int) -> list[gemm.Tile]:
-    """Launches worth a try: those that are picked from, with a stage less too, and ended in the other way."""
-    fits = [tile for tile in gemm.COPIED if n <= 1024 or not tile.more]
-    varied = (
-        tile._replace(stages=tile.stages - less, ahead=ahead)
-        for tile in fits
-        for less in (0, 1)
-        for ahead in (False, True)
-    )
-    return [tile for tile in varied if tile.stages > 1]
+    """Launches worth a try: the copy engine under programs that stay, with as many stages as fit, or one less."""
+    found = []
+    for (rows, more), cols, warps in itertools.product(
+        ((64, 0), (128, 0), (64, 32), (128, 64)), (64, 128, 256), (4, 8)
+    ):
+        fit = min(12, SHARED_MEMORY // ((rows + more + cols) * 64 * 2))
+        spilled = (rows + more) * cols // (warps * 32) > 192  # registers of a thread for the sums
+        if rows + more >= n + 128 or fit < 3 or spilled:
+            continue
+        for stages, overlap in itertools.product((fit - 1, fit), (False, True)):
+            found.append(gemm.Tile(rows, cols, 64, warps, stages, "tma", gemm.SMS, more, overlap))
+    return found
 
 
 def weights(name: str) -> list[Tensor]:
@@ -36,7 +42,8 @@ def weights(name: str) -> list[Tensor]:
     return [noise(outer, inner, seed=i, scale=inner**-0.5) for i in range(max(2, 200_000_000 // (outer * inner * 2)))]
 
 
-def same_bits(x: Tensor, w: Tensor, tile: gemm.Tile, gated: bool) -> bool:
+def keeps_bits(x: Tensor, w: Tensor, tile: gemm.Tile, gated: bool) -> bool:
+    """Whether a launch gives rows, the first and the last, what eight rows alone get."""
     whole = gemm.linear(x, w, tile=tile, gated=gated)
     first = gemm.linear(x[:8], w, gated=gated)
     last = gemm.linear(x[-8:], w, gated=gated)
@@ -49,7 +56,7 @@ def sweep(name: str, n: int, ws: list[Tensor]) -> tuple[gemm.Tile, float, float]
     results, wrong = [], []
     for tile in candidates(n):
         try:
-            if not same_bits(x, ws[0], tile, gated):
+            if not keeps_bits(x, ws[0], tile, gated):
                 wrong.append(tuple(tile))
                 continue
             took = milliseconds(graph(lambda t=tile: [gemm.linear(x, w, tile=t, gated=gated) for w in ws]), 5)
@@ -58,7 +65,7 @@ def sweep(name: str, n: int, ws: list[Tensor]) -> tuple[gemm.Tile, float, float]
             print("refused", tuple(tile), f"{type(error).__name__}: {error}"[:100], flush=True)
     library = size / milliseconds(graph(lambda: [torch.nn.functional.linear(x, w) for w in ws]), 5) / 1e9
     results.sort(reverse=True)
-    picked = gemm.pick_tile(n, ws[0].shape[0], x.dtype)
+    picked = gemm.pick_tile(n, *ws[0].shape, x.dtype)
     now = next((rate for rate, tile in results if tile == picked), 0.0)
     leaders = ", ".join(f"{rate:.2f} TB/s {tuple(tile)}" for rate, tile in results[:3])
     print(f"{name} rows {n}: {leaders}; as picked {now:.2f}; cublas {library:.2f}; other bits: {wrong}", flush=True)
