@@ -106,8 +106,8 @@ def inv_freq(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
         mixed = (1 - blend) * freq / rope.factor + blend * freq
         scaled = torch.where(wavelength > low, freq / rope.factor, freq)
         freq = torch.where((wavelength <= low) & (wavelength >= high), mixed, scaled)
-    # Made first under torch.func.grad it is that call's wrapper, whose memory no kernel can read later. Its docs warn of
-    # wrong derivatives; this is a constant.
+    # Made first under torch.func.grad it is that call's wrapper, whose memory no kernel can read later.
+    # The docs of debug_unwrap warn of wrong derivatives; this is a constant.
     return torch.func.debug_unwrap(freq.to(device))
 
 
