@@ -6,7 +6,6 @@ gets a fresh wrapper over those buffers, and the old one is consumed (reads rais
 all; on CUDA the same call is captured once per key and replayed.
 """
 
-import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
@@ -58,6 +57,10 @@ def _reuse(given: list[Any], result: Any) -> Any:
     new_leaves, new_spec = pytree.tree_flatten(results[: len(given)])
     if old_spec != new_spec:
         raise ValueError(f"the step returned {new_spec} for a donated {old_spec}")
+    for n, leaves in enumerate(zip(old_leaves, new_leaves, strict=True)):
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            name = struct.leaf_names(given)[n]
+            raise ValueError(f"{name} of a donated state is {leaves[0]!r}: what is no tensor must be a static field")
     storages = {leaf.untyped_storage().data_ptr() for leaf in old_leaves}
     # A leaf that moved to another place would be overwritten before it is read: copy it out first.
     new_leaves = [
@@ -81,9 +84,6 @@ def _results(result: Any) -> list[Any]:
 
 def _in_place(x: Tensor, y: Tensor) -> bool:
     return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
-
-
-PARAMS = "__dataclass_params__"  # of a dataclass; no type knows of it
 
 
 class Captured:
@@ -212,13 +212,10 @@ def _lasting(value: Any) -> bool:
 
 
 def _fixed(value: Any) -> bool:
-    """Whether a pytree keeps its leaves: frozen dataclasses and tuples of such."""
-    if isinstance(value, tuple):
-        return all(map(_fixed, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        frozen = getattr(value, PARAMS).frozen
-        return frozen and all(_fixed(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return pytree.tree_is_leaf(value)
+    """Whether a pytree keeps its leaves, and `struct.renew` makes it anew: states and tuples of such."""
+    if struct.is_state(value):
+        return all(map(_fixed, struct.children(value)))
+    return all(map(_fixed, value)) if struct.is_plain_tuple(value) else pytree.tree_is_leaf(value)
 
 
 def shared_pool() -> Any:

@@ -123,7 +123,7 @@ class Engine:
             call, size = self.round, shape
         if self.picks:
             self.backlog = variants.issued(self.backlog, requests, 1 if chunk else shape.depth + 1)
-            if choice.alone:
+            if choice.alone and self.state.draft.pools:  # a draft without KV misses nothing
                 self.backlog = variants.left_out(self.backlog, requests)
         self.state, table, evidence = call(self.params, self.state, slot, size)
         table = table.to("cpu", non_blocking=True)
@@ -147,18 +147,21 @@ class Engine:
         """What the planned step runs; of a prefill only whether it is the target's alone counts. The first that holds:
 
         - with a lossy request in the step the last variant: its law depends on the tree;
-        - where no tree fits beside all that run, or the draft has missed a part of every request of the step, the
-          target alone: but not in a call with a lossy request, whose law depends on what the draft has seen;
-        - what `variants.pick` picks.
+        - the target alone, where rounds over all that run have no room for a tree;
+        - what `variants.pick` picks; where that is no tree, and the draft has missed a part of every request of the
+          step, the target alone again: to keep up would cost more than it is worth.
+
+        In a call with a lossy request the target is never alone: its law depends on what the draft has seen, too.
 
         Args: running: requests in slots; lossy_step, lossy_call: whether one of the step, of the call has a lossy rule.
         """
         if not self.picks or lossy_step:
             return Choice(len(self.shapes) - 1)
-        crowded = self.variants.fits(schedule.bucket(running, self.program.max_slots)) == [0]
-        if not lossy_call and (crowded or self.backlog.holes.issuperset(plan.prefill or plan.round)):
+        if not lossy_call and self.variants.fits(schedule.bucket(running, self.program.max_slots)) == [0]:
             return Choice(0, alone=True)
-        return Choice(variants.pick(self.variants, self.stats, plan.bucket))
+        variant = variants.pick(self.variants, self.stats, plan.bucket)
+        behind = plan.round and self.backlog.holes.issuperset(plan.round)
+        return Choice(variant, alone=bool(behind) and not lossy_call and not self.shapes[variant].depth)
 
     def observe(self, report: Report, landed: Landed, lossy: bool) -> None:
         """Take in a step, where the host picks: of a round without a lossy rule its time and acceptance too."""

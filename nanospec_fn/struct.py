@@ -7,6 +7,7 @@ that they take part in `tree_structure` equality (and thus in capture keys).
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeVar, dataclass_transform
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 T = TypeVar("T")
+MARK = "__nanospec_state__"  # of a `@state` class
 
 
 class DonatedError(RuntimeError):
@@ -38,13 +40,13 @@ def rewritten(**kwargs: Any) -> Any:
 def state(cls: type[T]) -> type[T]:
     """Make `cls` a frozen, slotted dataclass and register it as a pytree node."""
     cls = dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)(cls)
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    children = tuple(f.name for f in fields if not f.metadata.get("static"))
-    statics = tuple(f.name for f in fields if f.metadata.get("static"))
+    setattr(cls, MARK, True)
+    made: Any = cls
+    names, statics = _field_names(made)
 
     # Called only when the slot is empty, so a live state pays nothing for the check.
     def missing(self: Any, name: str) -> Any:
-        if name in children or name in statics:
+        if name in names or name in statics:
             raise DonatedError(
                 f"{cls.__name__}.{name} was read after its state had been donated to a step; "
                 "use the state that the step returned"
@@ -54,14 +56,14 @@ def state(cls: type[T]) -> type[T]:
     cls.__getattr__ = missing  # type: ignore[attr-defined]
 
     def flatten(obj: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return [getattr(obj, n) for n in children], tuple(getattr(obj, n) for n in statics)
+        return children(obj), tuple(getattr(obj, n) for n in statics)
 
     def flatten_with_keys(obj: Any) -> tuple[list[Any], tuple[Any, ...]]:
         values, context = flatten(obj)
-        return [(pytree.GetAttrKey(n), v) for n, v in zip(children, values, strict=True)], context
+        return [(pytree.GetAttrKey(n), v) for n, v in zip(names, values, strict=True)], context
 
     def unflatten(values: Any, context: tuple[Any, ...]) -> Any:
-        return cls(**dict(zip(children, values, strict=True)), **dict(zip(statics, context, strict=True)))
+        return cls(**dict(zip(names, values, strict=True)), **dict(zip(statics, context, strict=True)))
 
     pytree.register_pytree_node(cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
     return cls
@@ -86,45 +88,70 @@ def lasting(tree: Any) -> list[Tensor]:
 
 
 def consume(obj: Any) -> None:
-    """Empty a donated state, nested ones too: any later read raises `DonatedError`."""
+    """Empty a donated state, nested ones too: any later read raises `DonatedError`. Statics are only let go."""
     if isinstance(obj, tuple | list):
         for item in obj:
             consume(item)
-    elif names := _field_names(obj.__class__):
+    elif not pytree.tree_is_leaf(obj):
+        names, statics = _field_names(obj.__class__)
         for name in names:
             consume(getattr(obj, name))
+        for name in (*names, *statics):
             object.__delattr__(obj, name)
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value is of a `@state` class."""
+    return MARK in vars(type(value))
+
+
+def is_plain_tuple(value: Any) -> bool:
+    """Whether a value is a tuple or a named one, and not of another class of tuples."""
+    return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
+
+
+def children(state: Any) -> list[Any]:
+    """The values of a state's fields but for statics."""
+    return [getattr(state, name) for name in _field_names(state.__class__)[0]]
 
 
 def renew(obj: Any) -> Any:
     """A state that is consumed, as by `consume`, and made anew over the same tensors and statics: its next wrappers.
 
-    Args: obj: frozen dataclasses and tuples, at any depth.
+    Args: obj: of `@state` classes, plain and named tuples, at any depth; whatever else it holds is shared.
     """
-    if isinstance(obj, tuple):
+    if is_state(obj):
+        names, statics = _field_names(obj.__class__)
+        fresh = object.__new__(obj.__class__)
+        for name in names:
+            value = getattr(obj, name)
+            object.__setattr__(fresh, name, value if isinstance(value, Tensor) else renew(value))
+            object.__delattr__(obj, name)
+        for name in statics:
+            object.__setattr__(fresh, name, getattr(obj, name))
+            object.__delattr__(obj, name)
+        return fresh
+    if is_plain_tuple(obj):
         items = [item if isinstance(item, Tensor) else renew(item) for item in obj]
-        return type(obj)(*items) if hasattr(obj, "_fields") else tuple(items)
-    names = _field_names(obj.__class__)
-    if not names:
-        return obj
-    fresh = object.__new__(obj.__class__)
-    for name in names:
-        value = getattr(obj, name)
-        object.__setattr__(fresh, name, value if isinstance(value, Tensor) else renew(value))
-        object.__delattr__(obj, name)
-    return fresh
+        if all(map(operator.is_, items, obj)):
+            return obj
+        return tuple(items) if type(obj) is tuple else type(obj)(*items)
+    return obj
 
 
 @functools.cache
-def _field_names(cls: type) -> tuple[str, ...]:
-    """Of a dataclass; () for any other type."""
-    return tuple(f.name for f in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
+def _field_names(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of a dataclass, children and statics; none for any other type."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    statics = tuple(f.name for f in fields if f.metadata.get("static"))
+    return tuple(f.name for f in fields if f.name not in statics), statics
 
 
 def is_live(obj: Any) -> bool:
     """Whether a state has not been consumed."""
     try:
-        for name in _field_names(obj.__class__)[:1]:
+        names, statics = _field_names(obj.__class__)
+        for name in (*names, *statics)[:1]:
             getattr(obj, name)
     except DonatedError:
         return False

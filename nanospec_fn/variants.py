@@ -167,7 +167,7 @@ class Backlog:
     """How far the draft may be behind: by slot, the most tokens that it has not been run on.
 
     A plain round after another needs one row of the draft a slot, where one after a tree needs `most`. What a step of
-    the target's alone left out is not counted: it stays a hole, and the draft's guesses are worth little behind it.
+    the target's alone left out is not counted: it stays a hole, behind which the draft's guesses are worth less.
     """
 
     most: int  # tokens of the longest round: of a slot of which nothing is known

@@ -1,5 +1,6 @@
 """Donation and capture: the same bytes in the same storage, and no old state read by mistake."""
 
+import dataclasses
 import gc
 import inspect
 import sys
@@ -177,6 +178,61 @@ def test_arguments_without_tensors_are_keys_by_name_type_and_value():
             state, told = fast((), state, **case)
             assert told == tuple(repr(case.get(name, 0)) for name in ("one", "two"))
         assert fast.captures == len(cases)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a state may have as a static, and what it may not lose."""
+
+    k: int = 3
+
+
+@struct.state
+class Odd:
+    """A state of what is neither a tensor nor a state."""
+
+    found: Any
+    sizes: Sizes = struct.static()
+    shape: torch.Size = struct.static(default=torch.Size([2, 3]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Users:
+    """A state that is not `struct.state`'s."""
+
+    a: Tensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", len(self.a))
+
+
+pytree.register_dataclass(Users)
+
+
+def test_a_state_of_what_is_no_tensor_is_refused():
+    """Bug: a graph replays with the number that it was captured with."""
+
+    def step(params: Any, state: Any, put: Any = struct.put) -> Any:
+        return struct.replace(state, found=state.found + 1)
+
+    with pytest.raises(ValueError, match=r"\.found of a donated state is 5: what is no tensor must be a static field"):
+        ns.capture(step)((), Odd(5, Sizes()))
+
+
+def test_what_a_state_holds_keeps_its_class(replayed):
+    """Bugs: a named result, a size or a class of one's own made anew as something else; a static emptied with its
+    state, in the caller's hands and in the key of the capture.
+    """
+    sizes, best = Sizes(7), torch.ones(2, 3).max(1)
+    state = Odd((best, Users(torch.ones(4))), sizes)
+    for _ in range(2):
+        state, _ = replayed(pair(), state)
+        assert (state.sizes.k, state.shape.numel()) == (7, 6)
+        assert state.found[0].values is best.values
+        assert state.found[1].rows == 4
+    struct.consume(state)
+    assert sizes == Sizes(7)
+    assert replayed.captures == 1
 
 
 def test_captures_are_counted_and_explained():

@@ -153,7 +153,8 @@ def _attend(
             for block in tl.range(stop, num_stages=FOLD_STAGES):
                 share = query * NB + block
                 both = live[:, None] & (d[None, :] < D)
-                # Through L2: another program on this processor may have left an older line in L1.
+                # Another program on this processor may have left older lines in L1: the acquire above drops them, and
+                # what is not copied ahead goes past it.
                 top_b = tl.load(tops + share, mask=live, other=-float("inf"), cache_modifier=".cg")
                 mass_b = tl.load(masses + share, mask=live, other=0, cache_modifier=".cg")
                 mix_b = tl.load(mixes + share[:, None] * D + d[None, :], mask=both, other=0, cache_modifier=".cg")

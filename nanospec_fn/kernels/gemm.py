@@ -7,6 +7,7 @@ wide one (measured: docs/performance.md, tests/gpu/test_linear.py). So the launc
 Shapes: n rows, K / N inner and outer width.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -211,6 +212,7 @@ def clocks(tile: Tile, n: int, outer: int, inner: int) -> float:
     return waves * (inner * max((rows + tile.cols) * 2 / L2_BYTES, rows * tile.cols / MULTIPLY_ADDS) + ENDS)
 
 
+@functools.lru_cache(maxsize=4096)  # an eager pass asks for every product
 def pick_tile(n: int, outer: int, inner: int, dtype: torch.dtype) -> Tile:
     """The launch for x [n, inner] @ w [outer, inner]^T of a dtype; of no consequence for the bits.
 
