@@ -135,10 +135,9 @@ def stop_at_the_blocks_end(patch: pytest.MonkeyPatch) -> None:
 def pages_leak(patch: pytest.MonkeyPatch) -> None:
     """An evicted slot gives back the pages of its tokens, not those reserved for look-ahead (C06)."""
 
-    def evict(original: Any, s: Any, slot: int) -> Any:
-        width = s.page_table.shape[1]
-        new, held = original(s, slot)
-        kept = torch.arange(width) < (s.num_pages[slot] - 1).clamp_min(1)
+    def evict(original: Any, s: Any, going: Any, put: Any) -> Any:
+        kept = torch.arange(s.page_table.shape[1]) < (s.num_pages[going, None] - 1).clamp_min(1)
+        new, held = original(s, going, put)
         return new, torch.where(kept, held, pages.SINK)
 
     wrap(patch, slots, "evict", evict)

@@ -108,9 +108,27 @@ def meet(ranks: Ranks, patience: timedelta | None = None) -> None:
     try:
         dist.monitored_barrier(ranks.talk, timeout=patience or ranks.patience, wait_all_ranks=True)
     except RuntimeError as error:
-        missing = MISSING.search(str(error))
-        said = f"rank {missing[1]} died or does not answer" if missing else first_line(error)
-        raise RunError(f"rank {ranks.rank} of {ranks.size}: {said}") from error
+        raise RunError(f"rank {ranks.rank} of {ranks.size}: {missing(ranks, error)}") from error
+
+
+def missing(ranks: Ranks, error: RuntimeError) -> str:
+    """Who did not come to a barrier: by its error, or else by whose connection is closed."""
+    named = MISSING.search(str(error))
+    who = named[1] if named else ", ".join(str(other) for other in range(ranks.size) if is_closed(ranks, other))
+    return f"rank {who} died or does not answer" if who else first_line(error)
+
+
+def is_closed(ranks: Ranks, other: int) -> bool:
+    """Whether another rank's connection is gone; one that is only busy does not take in a second what is sent to it."""
+    if other == ranks.rank:
+        return False
+    try:
+        sent = dist.isend(torch.zeros(1), other, group=ranks.talk)
+        if sent is not None:  # as for a rank of the group it never is
+            sent.wait(timedelta(seconds=1))
+    except RuntimeError as error:
+        return "Timed out" not in str(error)
+    return False
 
 
 def lost(ranks: Ranks, error: RuntimeError) -> RunError:

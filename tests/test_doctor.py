@@ -118,7 +118,7 @@ def test_two_damages_are_both_named(target, head, tmp_path):
 @pytest.mark.parametrize("name", ["one step", pytest.param("half trained", marks=pytest.mark.slow)])
 def test_a_weak_head_is_only_weak(target, target_folder, tmp_path, name):
     """Catches: a cause found where there is none, which a head far from its best invites most."""
-    less = {"half trained": "--steps 30", "one step": "--unroll 1 --steps 50 --batch 16"}[name]
+    less = {"half trained": "--steps 50", "one step": "--unroll 1 --steps 50 --batch 16"}[name]
     weak = doctored.train_head(target_folder, tmp_path / "weak", *less.split())
     report = examined(target, weak)
     assert report.verdict.name == "weak", report.verdict

@@ -62,6 +62,35 @@ def test_two_ranks_are_one_run(folder, tmp_path):
         assert (a[name].double() - b[name].double()).abs().max() < 1e-4, name
 
 
+GATHER_TWICE = """
+import os, signal, sys
+from rl import ranks
+mine = ranks.start("cpu")
+ranks.gather(mine, mine.rank)
+if mine.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.stdin.read()  # until the other one is dead
+try:
+    ranks.gather(mine, mine.rank)
+except ranks.RunError as error:
+    print(error)
+"""
+
+
+def test_who_died_before_the_others_came_is_named():
+    """Bug: a connection that is closed already is told of by its port, not by its rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    both = [
+        subprocess.Popen([sys.executable, "-c", GATHER_TWICE], env=ENVIRONMENT | where | {"RANK": str(rank)}, **pipes)
+        for rank in (0, 1)
+    ]
+    both[1].communicate(timeout=100)
+    assert both[0].communicate("go on", timeout=100)[0] == "rank 0 of 2: rank 1 died or does not answer\n"
+
+
 @pytest.mark.slow
 def test_a_dead_rank_ends_the_run_with_its_name(folder, tmp_path):
     """Without torchrun's own watch: rank 1 is killed in the middle, and rank 0 says so and ends."""

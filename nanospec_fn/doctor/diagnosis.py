@@ -20,7 +20,7 @@ from nanospec_fn.doctor.examine import Comparison, Marks, Subject, View
 from nanospec_fn.doctor.head_file import HeadFile
 from nanospec_fn.doctor.repairs import Repair
 from nanospec_fn.doctor.templates import Preference
-from nanospec_fn.doctor.verdict import CHANCE, LIFT, LUCK, Report, Trial, evidence, helps
+from nanospec_fn.doctor.verdict import CHANCE, LIFT, LUCK, MAP_LIFT, Report, Trial, evidence, helps
 from nanospec_fn.prompts import Prompt
 
 TOGETHER = 3  # damages of one head that are told apart
@@ -93,7 +93,7 @@ def judge_template(report: Report, case: Case, beside: templates.Template | None
         f"the target predicts its own marks at {mine.mean:.2f} nats a token" if mine else "none, or one without marks"
     )
     report = report.saw("template", "; ".join([seen, *(f"those of {p.template.name} at {p.mean:.2f}" for p in asked)]))
-    better = [p for p in asked if (p.beats(mine) if mine else p.mean > -templates.MARGIN)]
+    better = [p for p in asked if (p.beats(mine) if mine else p.mean > -templates.SURE)]
     if better:
         best = max(better, key=lambda p: p.mean)
         told = f"{best.mean:.2f} nats a token against {mine.mean:.2f}" if mine else f"{best.mean:.2f} nats a token"
@@ -288,7 +288,7 @@ def judge_identity(
         found = examine.compare(*examine.relabelled(marks, subject.params.target_id, view), view)
         how, repaired = "draft ids taken for the tokens they fell on in other completions", subject
     report = replace(report, trials=(*report.trials, Trial("map_dropped", how, found)))
-    if not helps(found):
+    if not helps(found, MAP_LIFT):
         return report, subject
     if sound:
         report = report.blames("map_dropped", f"d2t is all zeros, and {evidence(how, found)}")

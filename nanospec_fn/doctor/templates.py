@@ -14,7 +14,8 @@ import torch
 from nanospec_fn import checkpoint
 from nanospec_fn.model import Model, forward
 
-MARGIN = 0.5  # nats a token
+MARGIN = 0.5  # nats a token, by which one template must be preferred
+SURE = 1.0  # the same: no more surprised by a template's marks is who was trained with it; others are by several
 # name: (template, tokens that the vocabulary must hold)
 KNOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "ChatML": (

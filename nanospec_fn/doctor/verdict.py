@@ -14,7 +14,8 @@ from nanospec_fn.doctor.rounds import Reach, Stretch
 HEALTHY = 2.0  # tokens a round of a chain of examine.DEPTH, the bonus counted: below, a draft hardly pays for itself
 CHANCE = 1e-8  # of a majority by luck, under which a way counts as better
 LUCK = 0.01  # the same where one thing is asked and not many ways are tried
-LIFT = 0.02  # of the mean accepted length, relative, that a way must bring unless the files speak for it
+LIFT = 0.05  # of the mean accepted length, relative, that a way must bring unless the files speak for it
+MAP_LIFT = 0.02  # the same of another map of ids, where the file's own is one of zeros
 SOUND = ("healthy", "weak")
 UNCLEAR, BROKEN = "not_enough_evidence", "broken"  # the verdicts that name no damage and are not sound
 
@@ -111,7 +112,7 @@ def needed() -> int:
     return next(n for n in itertools.count(1) if sign_test(n - n // 3, n // 3) < CHANCE)
 
 
-def helps(found: Comparison, lift: float = LIFT) -> bool:
+def helps(found: Comparison, lift: float) -> bool:
     """Whether a way is better by more than luck and by enough to matter."""
     return found.chance < CHANCE and found.other >= found.given * (1 + lift)
 
