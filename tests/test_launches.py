@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import needs
-
-if reason := needs.no_interpreter():
-    pytest.skip(reason, allow_module_level=True)
-
-from nanospec_fn.kernels import attend, gemm
-from tests.gpu import tiles
+from nanospec_fn.kernels import launches
 from tests.gpu.shapes import GEMMS
 
 TRIALS = Path(__file__).parent.parent / "bench/results/h200/trials"
@@ -25,7 +19,7 @@ def test_products_take_a_tile_that_is_nearly_the_quickest():
     """Bugs: waves counted of another tile, rows that are thrown away left out, a limit of the processor off by two."""
     known = []
     for row in map(json.loads, (TRIALS / "product-tiles.jsonl").read_text().splitlines()):
-        tile = gemm.pick_tile(row["rows"], *GEMMS[row["shape"]], torch.bfloat16)
+        tile = launches.pick_tile(row["rows"], *GEMMS[row["shape"]], torch.bfloat16)
         rates = {tuple(found["tile"]): found["tb_s"] for found in row["tiles_tb_s"]}
         shape = (tile.rows, tile.more, tile.cols, tile.depth, tile.warps, tile.stages, tile.overlap)
         if shape in rates:  # not all that is picked was tried at every size
@@ -34,19 +28,12 @@ def test_products_take_a_tile_that_is_nearly_the_quickest():
     assert min(known)[0] > 0.95, min(known)
 
 
-def test_the_sweep_tries_what_is_picked():
-    for rows in tiles.ROWS:
-        for outer, inner in GEMMS.values():
-            assert gemm.pick_tile(rows, outer, inner, torch.bfloat16) in tiles.candidates(rows)
-
-
 def attention(slots: int, rows: int, tree: bool) -> str:
     """The name in attention-tiles.txt of what is picked."""
     pairs = slots * KV_HEADS
-    cut = attend.is_cut(pairs, rows, GROUPS, tree)
-    part = attend.SHARED.value if tree else attend.ALL.value
-    launch = attend.pick_launch(part, rows * GROUPS, pairs, cut, 128)
-    own = attend.pick_launch(attend.OWN.value, GROUPS, pairs, cut, 128) if tree else attend.Launch(0, 0)
+    cut = launches.is_cut(pairs, rows, GROUPS, tree)
+    launch = launches.pick_launch(rows * GROUPS, pairs, cut, tree, most=128)
+    own = launches.pick_own_launch(GROUPS, cut) if tree else launches.Launch(0, 0)
     # The rows of a tree that is cut are folded in its second launch, which has the first one's warps in the trials.
     ends = f"S{(own if tree else launch).fold_stages}" if cut else "F"
     return f"a2r{launch.rows}w{launch.warps}{ends}o{own.warps}"
@@ -68,4 +55,4 @@ def test_attention_takes_a_launch_that_is_nearly_the_quickest():
 def test_one_row_of_a_tree_is_one_tile(groups):
     """Bug: query heads of a KV head past the tile's last row, whose results are never written."""
     for cut in (False, True):
-        assert attend.pick_launch(attend.OWN.value, groups, 1, cut, 128).rows >= max(16, groups)
+        assert launches.pick_own_launch(groups, cut).rows >= max(16, groups)

@@ -15,7 +15,9 @@ if reason := needs.no_interpreter():
 
 import nanospec_fn as ns
 from nanospec_fn import acceptance, filters, pages, sampling, struct, trees
-from nanospec_fn.kernels import attend, gemm, gpu, head, kv, rows, tree, vocab
+from nanospec_fn.kernels import attend, gemm, gpu, head, kv, launches, rows, tree, vocab
+from tests.gpu import tiles
+from tests.gpu.shapes import GEMMS
 
 
 def integers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -52,6 +54,13 @@ def test_linear_gated_pairs_gate_and_up(n, inner, outer):
     want = rows.silu_mul((x.double() @ w.double().t()).to(x.dtype))
     for tile in TILES:
         assert torch.equal(gemm.linear(x, w, tile=tile, gated=True), want), tile
+
+
+def test_the_sweep_tries_what_is_picked():
+    """Bug: tiles that are picked and never measured."""
+    for n in tiles.ROWS:
+        for outer, inner in GEMMS.values():
+            assert launches.pick_tile(n, outer, inner, torch.bfloat16) in tiles.candidates(n)
 
 
 def test_linear_many_row_tiles_cover_every_row():

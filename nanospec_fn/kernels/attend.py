@@ -11,8 +11,6 @@ Shapes: B slots, R rows of a slot, n = B * R, H query heads, K KV heads, G = H /
 M page-table width, J width of a tree's paths (positions behind the base), NB blocks that a table can hold.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -20,22 +18,12 @@ from torch import Tensor
 
 from nanospec_fn.kernels import cpu
 from nanospec_fn.kernels.dependent import enter, launch_options
+from nanospec_fn.kernels.launches import Launch, is_cut, most_rows, pick_launch, pick_own_launch, plain_warps
 
 BLOCK = cpu.KV_BLOCK  # positions; page sizes divide it
-SMALL = 16  # rows of the smallest tile that a dot takes
-FULL = 256  # tiles that keep a device busy; fewer are cut, so that a block of keys has a program to itself
-FEW = 16  # tiles whose programs, when they are cut, still have a processor each
 MOST = 1024  # programs of a launch that is cut
 # Which blocks: all; those that the rows of a slot share; those that each row has for itself.
 ALL, SHARED, OWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-class Launch(NamedTuple):
-    """How a tile of queries is worked on, of no consequence for the bits."""
-
-    rows: int  # of a tile
-    warps: int
-    fold_stages: int = 1  # of the loop that folds what was cut
 
 
 @triton.jit
@@ -203,10 +191,9 @@ def attend(
     pairs = b * kv_heads
     if split is None:
         split = is_cut(pairs, r, groups, tree)
-    part = SHARED.value if tree else ALL.value
-    launch = pick_launch(part, r * groups, pairs, split, _most_rows(q))
+    launch = pick_launch(r * groups, pairs, split, tree, most_rows(q.dtype, d))
     if rows:
-        launch = Launch(rows, _plain_warps(rows))
+        launch = Launch(rows, plain_warps(rows))
     tiles = triton.cdiv(r * groups, launch.rows)
     finishing = pairs * (r if tree else tiles)  # tiles of the launch that writes `out`, a counter each
     per_query = blocks if split else 1
@@ -226,46 +213,10 @@ def attend(
             **launch_options(q.device),
         )  # fmt: skip
 
-    run(part, tiles, launch, min(blocks, max(1, MOST // (pairs * tiles))))
+    run(SHARED.value if tree else ALL.value, tiles, launch, min(blocks, max(1, MOST // (pairs * tiles))))
     if tree:
-        own = pick_launch(OWN.value, groups, pairs, split, _most_rows(q))
-        run(OWN.value, r, own, triton.cdiv(BLOCK - 1 + ancestors.shape[-1], BLOCK))
+        run(OWN.value, r, pick_own_launch(groups, split), triton.cdiv(BLOCK - 1 + ancestors.shape[-1], BLOCK))
     return out
-
-
-def is_cut(pairs: int, r: int, groups: int, tree: bool) -> bool:
-    """Whether pairs of slot and KV head, of R rows each, leave a device idle if a tile is one program's work."""
-    return pairs * (r if tree else triton.cdiv(r * groups, SMALL)) < FULL
-
-
-def pick_launch(part: int, queries: int, pairs: int, split: bool, most: int) -> Launch:
-    """The launch for so many queries of each pair of slot and KV head; for OWN those of a row, which are one tile.
-
-    Args: most: rows of a tile that fit the registers.
-    Source: swept on an H200; tests/test_launches.py holds it beside what was measured.
-    """
-    if part == OWN.value:
-        return Launch(max(SMALL, triton.next_power_of_2(queries)), 2 if split else 1)
-    if queries > 128:
-        return Launch(most, _plain_warps(most))
-    if split:  # no more rows than a dot takes: a tile's time is that of its loads, and more programs hide it
-        if pairs * triton.cdiv(queries, SMALL) <= FEW:
-            return Launch(SMALL, 4)
-        return Launch(SMALL, 2, fold_stages=3 if queries > SMALL else 1)
-    if part == ALL.value and pairs > FULL:  # busy by itself: smaller tiles share a processor's memory better
-        return Launch(min(most, 32), 2)
-    # However few rows live: with 64 Hopper's own instruction reads keys and values where they arrive.
-    return Launch(min(most, 64), _plain_warps(min(most, 64)))
-
-
-def _most_rows(q: Tensor) -> int:
-    if q.dtype == torch.float32:
-        return SMALL
-    return 128 if triton.next_power_of_2(q.shape[2]) <= 128 else 64
-
-
-def _plain_warps(rows: int) -> int:
-    return 8 if rows >= 128 else 4 if rows >= 64 else 2
 
 
 def _shares(q: Tensor, per_query: int) -> tuple[Tensor, Tensor, Tensor]:

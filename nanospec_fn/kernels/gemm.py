@@ -7,9 +7,6 @@ wide one (measured: docs/performance.md, tests/gpu/test_linear.py). So the launc
 Shapes: n rows, K / N inner and outer width.
 """
 
-import functools
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -17,25 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanospec_fn.kernels.dependent import launch_options, release, wait
-
-SMS = 132  # of an H100 and an H200
-L2_BYTES, MULTIPLY_ADDS = 64, 2048  # per SM and clock, at most; of 16-bit operands
-ENDS = 1280  # clocks of a tile's beginning and end
-
-
-class Tile(NamedTuple):
-    """A launch's shape: rows, columns and depth of a program's tile, and how it runs."""
-
-    rows: int
-    cols: int
-    depth: int
-    warps: int
-    stages: int
-    copies: str = "threads"  # who brings operands in: "threads", or "tma", the copy engine, for more than 64 rows
-    # With the copy engine only:
-    programs: int = 0  # that take tiles one after another; 0: one for each tile
-    more: int = 0  # rows of a second dot on the same weights, so that 192 = 128 + 64 rows are one tile
-    overlap: bool = False  # the next tile's operands come in while this one is stored
+from nanospec_fn.kernels.launches import Tile, pick_tile
 
 
 @triton.jit
@@ -188,52 +167,6 @@ def _many_rows_copied(
                 acc_more = _pairs(acc_more, MORE, COLS)
             _store_wide(out, residual, acc_more, first + ROWS, col_tile, n, N, MORE, COLS, ADD, PAIR)
     release(DEPENDENT)
-
-
-# Tiles for more than 64 rows, one program an SM that stays.
-COPIED = (
-    Tile(64, 64, 64, 4, 12, "tma", SMS),
-    Tile(64, 128, 64, 4, 8, "tma", SMS),
-    Tile(128, 128, 64, 4, 6, "tma", SMS, overlap=True),
-    Tile(128, 256, 64, 8, 4, "tma", SMS, overlap=True),
-    Tile(128, 64, 64, 4, 6, "tma", SMS, more=64),
-    Tile(128, 128, 64, 4, 5, "tma", SMS, more=64),
-    Tile(128, 256, 64, 8, 3, "tma", SMS, more=64),
-)
-
-
-def clocks(tile: Tile, n: int, outer: int, inner: int) -> float:
-    """Clocks that the busiest SM needs at least for x [n, inner] @ w [outer, inner]^T of 16-bit numbers.
-
-    Source: beside an H200's times for 96 to 1024 rows, tests/test_launches.py.
-    """
-    rows, waves = tile.rows + tile.more, triton.cdiv(outer, tile.cols)
-    waves = triton.cdiv(waves * triton.cdiv(n, rows), SMS)
-    return waves * (inner * max((rows + tile.cols) * 2 / L2_BYTES, rows * tile.cols / MULTIPLY_ADDS) + ENDS)
-
-
-@functools.lru_cache(maxsize=4096)  # an eager pass asks for every product
-def pick_tile(n: int, outer: int, inner: int, dtype: torch.dtype) -> Tile:
-    """The launch for x [n, inner] @ w [outer, inner]^T of a dtype; of no consequence for the bits.
-
-    Source: up to 64 rows swept on an H200 over the shapes of Llama-3.1-8B (docs/performance.md); beyond, `clocks`.
-    """
-    if dtype == torch.float32:  # twice the bytes, and no tensor core: small tiles
-        return Tile(16, 32, 32, 4, 2) if n <= 64 else Tile(64, 64, 32, 4, 2)
-    if n > 64:
-        # Two parts are for rounds, whose last tile of rows would be half empty; beyond them they were not quicker.
-        suited = [tile for tile in COPIED if n <= 1024 or not tile.more]
-        # Of equals the smaller tile: its programs are as many or more, and each multiplies less that is thrown away.
-        return min(suited, key=lambda tile: (clocks(tile, n, outer, inner), (tile.rows + tile.more) * tile.cols))
-    narrow, many = outer <= 4096, outer >= 16384
-    if n > 32 and many:
-        return Tile(64, 128, 64, 8, 5)
-    rows = 16 if n <= 16 else 32 if n <= 32 or narrow else 64
-    if many:
-        return Tile(rows, 64, 128, 4, 4)
-    # Seven stages leave no room beside them: programs that are fewer than processors have one each, and the next
-    # kernel's, which come early, spread likewise. With 64 rows five do the same.
-    return Tile(rows, 64, 128, 4, 5 if rows == 64 else 7)
 
 
 def linear(

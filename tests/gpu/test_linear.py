@@ -6,7 +6,7 @@
 import pytest
 import torch
 
-from nanospec_fn.kernels import gemm, gpu, rows
+from nanospec_fn.kernels import gemm, gpu, launches, rows
 from tests.gpu.compare import relative_error, same_bits
 from tests.gpu.shapes import GEMMS, noise
 
@@ -25,7 +25,7 @@ TILES = (
     gemm.Tile(128, 128, 64, 8, 3),
     gemm.Tile(128, 256, 64, 8, 3),
     gemm.Tile(128, 128, 64, 4, 4, "tma"),
-    *gemm.COPIED,
+    *launches.COPIED,
 )
 
 
@@ -61,7 +61,7 @@ def test_linear_fused_residual_rounds_as_the_sum_does():
         assert same_bits(fused, residual[:n] + gemm.linear(x[:n], w))
 
 
-@pytest.mark.parametrize("tile", gemm.COPIED, ids=str)
+@pytest.mark.parametrize("tile", launches.COPIED, ids=str)
 def test_linear_tiles_fit_the_device_whatever_they_end_with(tile):
     """Bug: a tile whose end, a residual or a result of 4 bytes, needs shared memory that its operands still hold."""
     x, w, residual = noise(700, 576), noise(1600, 576, seed=1), noise(700, 1600, seed=2)

@@ -1,8 +1,8 @@
 """Which launch suits a product of 96 to 1024 rows: `python -m tests.gpu.tiles [minutes]` on an H200.
 
 For every shape of Llama-3.1-8B and each row count of rounds, TB/s of weights: the three best launches, what
-`gemm.pick_tile` picks, and cuBLAS. The bits of each are compared with those of the 8-row kernel. Compile them first, in
-several processes: `python -m tests.gpu.tiles warm:PART:PARTS`.
+`launches.pick_tile` picks, and cuBLAS. The bits of each are compared with those of the 8-row kernel. Compile them
+first, in several processes: `python -m tests.gpu.tiles warm:PART:PARTS`.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from nanospec_fn.kernels import gemm
+from nanospec_fn.kernels import gemm, launches
 from tests.gpu.shapes import GEMMS, noise
 from tests.gpu.timing import graph, milliseconds
 
@@ -21,7 +21,7 @@ ROWS = (96, 168, 192, 256, 384, 512, 672, 1024)
 SHARED_MEMORY = 227_000  # bytes of it that a program may have, some left for barriers
 
 
-def candidates(n: int) -> list[gemm.Tile]:
+def candidates(n: int) -> list[launches.Tile]:
     """Launches worth a try: the copy engine under programs that stay, with as many stages as fit, or one less."""
     found = []
     for (rows, more), cols, warps in itertools.product(
@@ -32,7 +32,7 @@ def candidates(n: int) -> list[gemm.Tile]:
         if rows + more >= n + 128 or fit < 3 or spilled:
             continue
         for stages, overlap in itertools.product((fit - 1, fit), (False, True)):
-            found.append(gemm.Tile(rows, cols, 64, warps, stages, "tma", gemm.SMS, more, overlap))
+            found.append(launches.Tile(rows, cols, 64, warps, stages, "tma", launches.SMS, more, overlap))
     return found
 
 
@@ -42,7 +42,7 @@ def weights(name: str) -> list[Tensor]:
     return [noise(outer, inner, seed=i, scale=inner**-0.5) for i in range(max(2, 200_000_000 // (outer * inner * 2)))]
 
 
-def keeps_bits(x: Tensor, w: Tensor, tile: gemm.Tile, gated: bool) -> bool:
+def keeps_bits(x: Tensor, w: Tensor, tile: launches.Tile, gated: bool) -> bool:
     """Whether a launch gives rows, the first and the last, what eight rows alone get."""
     whole = gemm.linear(x, w, tile=tile, gated=gated)
     first = gemm.linear(x[:8], w, gated=gated)
@@ -50,7 +50,7 @@ def keeps_bits(x: Tensor, w: Tensor, tile: gemm.Tile, gated: bool) -> bool:
     return torch.equal(whole[:8], first) and torch.equal(whole[-8:], last)
 
 
-def sweep(name: str, n: int, ws: list[Tensor]) -> tuple[gemm.Tile, float, float]:
+def sweep(name: str, n: int, ws: list[Tensor]) -> tuple[launches.Tile, float, float]:
     """The best tile of a product, its TB/s of weights and cuBLAS's."""
     x, size, gated = noise(n, ws[0].shape[1]), ws[0].numel() * 2 * len(ws), name == "gate_up"
     results, wrong = [], []
@@ -65,7 +65,7 @@ def sweep(name: str, n: int, ws: list[Tensor]) -> tuple[gemm.Tile, float, float]
             print("refused", tuple(tile), f"{type(error).__name__}: {error}"[:100], flush=True)
     library = size / milliseconds(graph(lambda: [torch.nn.functional.linear(x, w) for w in ws]), 5) / 1e9
     results.sort(reverse=True)
-    picked = gemm.pick_tile(n, *ws[0].shape, x.dtype)
+    picked = launches.pick_tile(n, *ws[0].shape, x.dtype)
     now = next((rate for rate, tile in results if tile == picked), 0.0)
     leaders = ", ".join(f"{rate:.2f} TB/s {tuple(tile)}" for rate, tile in results[:3])
     print(f"{name} rows {n}: {leaders}; as picked {now:.2f}; cublas {library:.2f}; other bits: {wrong}", flush=True)
