@@ -75,6 +75,8 @@ class Engine:
         self.serving = False
         self.state = self.program.init()
         self._buffers = pytree.tree_flatten(self.state)
+        widest = self.program.static.speculation.depth + 1
+        self._lanes = reports.lanes(self.program.pool.device, self.program.max_slots, widest)
         self._rows: tuple[list[int], Tensor | None] = ([], None)  # the newest ones that a step took, on the device
 
     def check_idle(self) -> None:
@@ -109,7 +111,8 @@ class Engine:
         The batch is padded to `bucket` with slots that have nothing to do in such a step.
         """
         rows, slot = self._rows_for(requests, bucket)
-        issued = reports.start(self.program.pool.device)
+        lane = next(self._lanes)
+        lane.start()
         shape = self.shapes[choice.variant]
         call: Callable[..., Any]
         size: int | Speculation | None
@@ -126,9 +129,8 @@ class Engine:
             if choice.alone and self.state.draft.pools:  # a draft without KV misses nothing
                 self.backlog = variants.left_out(self.backlog, requests)
         self.state, table, evidence = call(self.params, self.state, slot, size)
-        table = table.to("cpu", non_blocking=True)
         evidence = reports.to_host(evidence) if evidence else ()
-        return Report(step, rows, requests, chunk > 0, bucket, choice.variant, table, evidence, issued())
+        return Report(step, rows, requests, chunk > 0, bucket, choice.variant, lane.bring(table), evidence, lane.clock)
 
     def _rows_for(self, requests: dict[int, int], bucket: int) -> tuple[list[int], Tensor | None]:
         """The slots of a step's rows, and the same on the device; None for all slots."""

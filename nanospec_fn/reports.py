@@ -6,6 +6,7 @@ On CUDA the copy is only issued: it is read when the next step already runs.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ class Report:
     prefill: bool
     bucket: int  # rows
     variant: int  # of a round: which of the engine's shapes
-    table: Tensor  # [b, 3 W + 5] int32 on the host, see `pack`; not there before `clock` has been read
+    table: Tensor  # [b, 3 W + 5] int32 on the host, see `pack`; there once `clock` has been read, until its lane's next
     evidence: Any  # tree and evidence, on the host likewise; () of an engine that does not record
     clock: Callable[[], float]  # waits for the step to end; milliseconds that it took
 
@@ -72,36 +73,55 @@ def pack(info: Info) -> Tensor:
     return torch.cat(columns, dim=1)
 
 
-def start(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """Begin to time a step. What it returns is called when the step has been issued, and gives `Report.clock`."""
-    if device.type != "cuda":
-        return _start_on_host()
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    stream = torch.cuda.current_stream(device)
-    first.record(stream)
+class HostLane:
+    """`CudaLane` where a step is done, its results at the host, when it has been issued."""
 
-    def clock() -> float:
-        last.synchronize()
-        return first.elapsed_time(last)
+    def start(self) -> None:
+        self._begun = time.perf_counter()
 
-    def issued() -> Callable[[], float]:
-        last.record(stream)
-        return clock
+    def bring(self, table: Tensor) -> Tensor:
+        return table
 
-    return issued
+    def clock(self) -> float:
+        return (time.perf_counter() - self._begun) * 1e3
 
 
-def _start_on_host() -> Callable[[], Callable[[], float]]:
-    """`start` where a step is done when it has been issued; its clock is read where a report is."""
-    begun = time.perf_counter()
+class CudaLane:
+    """What a step is timed by and its table comes to the host by. Free for another step once it has been read.
 
-    def clock() -> float:
-        return (time.perf_counter() - begun) * 1e3
+    To make events and pinned memory for every round anew would take the host a tenth of its time.
+    """
 
-    def issued() -> Callable[[], float]:
-        return clock
+    def __init__(self, device: torch.device, size: int):
+        """Args: size: int32 numbers of the largest table."""
+        self._memory = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self._first, self._last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._device, self._stream = device, torch.cuda.current_stream(device)
 
-    return issued
+    def start(self) -> None:
+        """The step is about to be issued."""
+        self._stream = torch.cuda.current_stream(self._device)
+        self._first.record(self._stream)
+
+    def bring(self, table: Tensor) -> Tensor:
+        """The step has been issued, with this table [b, n]: the same at the host, not there before `clock` was read."""
+        here = self._memory[: table.numel()].view(table.shape).copy_(table, non_blocking=True)
+        self._last.record(self._stream)
+        return here
+
+    def clock(self) -> float:
+        """Wait for the step to end: milliseconds that it took."""
+        self._last.synchronize()
+        return self._first.elapsed_time(self._last)
+
+
+def lanes(device: torch.device, rows: int, width: int) -> Iterator[HostLane | CudaLane]:
+    """Lanes to be taken in turn: a step may be issued before the one before it has been read, and no earlier.
+
+    Args: rows, width: of the largest step, see `pack`.
+    """
+    size = rows * (len(WIDE) * width + len(NARROW))
+    return cycle([CudaLane(device, size) if device.type == "cuda" else HostLane() for _ in range(2)])
 
 
 def to_host(tree: Any) -> Any:
@@ -135,8 +155,8 @@ def read(report: Report) -> Landed:
     milliseconds = report.clock()
     narrow, tokens, target_logp, behaviour_logp = unpack(report.table)
     prefilled, emitted, refused, finished, going = [], [], [], [], []
-    for slot, count, accepted, done, ok, left in zip(report.rows, *narrow, strict=True):
-        index = report.requests.get(slot)
+    requests = [report.requests.get(slot) for slot in report.rows]
+    for index, count, accepted, done, ok, left in zip(requests, *narrow, strict=True):
         if index is None:
             continue
         if not ok:
@@ -150,25 +170,24 @@ def read(report: Report) -> Landed:
             elif not report.prefill:
                 going.append(accepted)
     events = schedule.Events((), tuple(prefilled), tuple(emitted), tuple(refused), tuple(finished))
-    updates = _updates(report, milliseconds, narrow, tokens, target_logp, behaviour_logp)
+    updates = _updates(report, milliseconds, requests, narrow, tokens, target_logp, behaviour_logp)
     return Landed(updates, events, going, milliseconds)
 
 
 def _updates(
     report: Report,
     milliseconds: float,
+    requests: list[int | None],
     narrow: list[list[int]],
     tokens: list[int],
     target_logp: list[float],
     behaviour_logp: list[float],
 ) -> Iterator[Update]:
-    nothing: Sequence[tuple[trace.Nodes, trace.Rows] | None] = [None] * len(report.rows)
-    evidence = trace.to_host(*report.evidence) if report.evidence else nothing
+    evidence = trace.to_host(*report.evidence) if report.evidence else repeat(None, len(requests))
     depths = [*range(1, report.table.shape[1])]  # more than any tree has; a slice takes less than a range for each row
     end = 0
-    for slot, count, accepted, done, judged in zip(report.rows, *narrow[:3], evidence, strict=True):
+    for index, count, accepted, done, judged in zip(requests, *narrow[:3], evidence, strict=True):
         begin, end = end, end + count
-        index = report.requests.get(slot)
         if index is None or not count:
             continue
         yield Update(
