@@ -22,7 +22,7 @@ class Admission:
 
     slot: int  # an empty one
     tokens: Sequence[int]  # the prompt, followed by the `emitted` tokens of an earlier stay
-    request: Sampling
+    sampling: Sampling
     emitted: int = 0  # nothing is emitted for these again
     share: int | None = None  # a slot whose prompt is the same and prefilled; its KV is taken over
 
@@ -64,7 +64,7 @@ def insert(state: State, coming: Sequence[Admission], ends: Sequence[slots.End],
     Args: coming: distinct slots, donors not among them; ends: where each request ends.
     """
     device = state.slots.total.device
-    rows = slots.newcomers([(a.tokens, a.emitted, a.request) for a in coming], ends, state.slots)
+    rows = slots.newcomers([(a.tokens, a.emitted, a.sampling) for a in coming], ends, state.slots)
     slot = slots.column([a.slot for a in coming], torch.int64, device)
     state = replace(state, slots=slots.put_all(state.slots, slot, rows, put))
     sharing = [a for a in coming if a.share is not None]

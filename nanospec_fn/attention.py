@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanospec_fn import kernels, pages, slots, trees
 from nanospec_fn.kernels import cpu
-from nanospec_fn.model import AttendLayer, Config, Turning, group_heads, ungroup_heads
+from nanospec_fn.model import AttendLayer, Config, group_heads, rotate, ungroup_heads
 from nanospec_fn.pages import Write
 from nanospec_fn.slots import Slots
 from nanospec_fn.struct import put_, state, static
@@ -95,8 +95,10 @@ class Attend(Protocol):
     def plan(self, rows: Rows, page_table: Tensor, heads: int, kv_heads: int) -> Any:
         """Whatever the layers of this pass share; page_table [B, M] int32."""
 
-    def layer(self, plan: Any, pool: Tensor, q: Tensor, k: Tensor, v: Tensor, put: Write) -> tuple[Tensor, Tensor]:
-        """q [n, H, D], k, v [n, K, D], n = B * R -> the pool with k, v stored, and [n, H, D]."""
+    def layer(
+        self, plan: Any, pool: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, put: Write
+    ) -> tuple[Tensor, Tensor]:
+        """qkv [n, H + 2K, D], cos, sin [n, D/2], n = B * R -> the pool with rotated k, and v, stored; [n, H, D]."""
 
 
 @state
@@ -165,10 +167,13 @@ class Sdpa:
     def _locate(self, page_table: Tensor, position: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
         return pages.locate(page_table, torch.where(read, position, DEAD), self.page_size)
 
-    def layer(self, plan: Plan, pool: Tensor, q: Tensor, k: Tensor, v: Tensor, put: Write) -> tuple[Tensor, Tensor]:
-        pool = pages.write(pool, plan.page, plan.offset, k, v, put)
+    def layer(
+        self, plan: Plan, pool: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, put: Write
+    ) -> tuple[Tensor, Tensor]:
         b, r = plan.page.shape
         kv_heads, d = pool.shape[3:]
+        q, k, v = rotate(qkv, cos, sin, kv_heads)
+        pool = pages.write(pool, plan.page, plan.offset, k, v, put)
         q = group_heads(q.reshape(b, r, -1, d), kv_heads)
         parts = []
         for part in plan.parts:
@@ -188,19 +193,12 @@ def _whole_blocks(n: int) -> int:
 
 def through(
     attend: Attend, cfg: Config, rows: Rows, page_table: Tensor, pools: Sequence[Tensor], put: Write
-) -> tuple[list[Tensor], AttendLayer | Turning]:
+) -> tuple[list[Tensor], AttendLayer]:
     """A pass's attention, layer by layer, and the list that holds the pools as the layers leave them."""
     plan, out = attend.plan(rows, page_table, cfg.num_heads, cfg.num_kv_heads), list(pools)
-    if isinstance(attend, Canonical):
 
-        def turning(i: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            out[i], mixed = attend.turning_layer(plan, out[i], qkv, cos, sin, put)
-            return mixed
-
-        return out, Turning(turning)
-
-    def layer(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out[i], mixed = attend.layer(plan, out[i], q, k, v, put)
+    def layer(i: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        out[i], mixed = attend.layer(plan, out[i], qkv, cos, sin, put)
         return mixed
 
     return out, layer
@@ -216,19 +214,8 @@ class Canonical:
         return rows, page_table
 
     def layer(
-        self, plan: tuple[Rows, Tensor], pool: Tensor, q: Tensor, k: Tensor, v: Tensor, put: Write
-    ) -> tuple[Tensor, Tensor]:
-        from nanospec_fn.kernels import attend, kv  # needs Triton
-
-        rows, page_table = plan
-        pool = pool if put is put_ else pool.clone()
-        kv.write(pool, k, v, rows.store, rows.position, page_table)
-        return pool, attend.attend(pool, q, rows.position, page_table, rows.base, rows.path)
-
-    def turning_layer(
         self, plan: tuple[Rows, Tensor], pool: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, put: Write
     ) -> tuple[Tensor, Tensor]:
-        """`layer` of qkv [n, H + 2K, D], whose queries and keys are turned by cos, sin [n, D/2] in the same launch."""
         from nanospec_fn.kernels import attend, kv  # needs Triton
 
         rows, page_table = plan

@@ -4,6 +4,7 @@ Shapes: B slots, R rows of a slot, m rows of a level, k top_k, F feature width, 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -224,7 +225,7 @@ class Eagle3:
             rows.token.flatten(),
             feature.flatten(0, 1),
             rows.position.flatten(),
-            model.of_layer(layer, 0),
+            partial(layer, 0),
         )
         return replace(state, pools=tuple(pools)), out.view(*rows.token.shape, -1)
 

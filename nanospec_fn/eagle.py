@@ -6,7 +6,6 @@ V target vocabulary, Vd draft vocabulary.
 Source: EAGLE-3 (Li et al. 2025), section 3; `config.parse_head` and `weights.build_head` say how public heads differ.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +59,7 @@ def advance(
     token: Tensor,
     feature: Tensor,
     position: Tensor,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor] | model.Turning,
+    attend: model.Attention,
 ) -> Tensor:
     """One pass of the head over n pairs (feature t, token t + 1), each at position t.
 
@@ -69,7 +68,7 @@ def advance(
       token: [n] target ids.
       feature: [n, E], of `fuse` (true features) or of this function (the recurrent feature of a drafted token).
       position: [n].
-      attend: (q [n, H, D], k, v [n, K, D]) -> [n, H, D], as for `model.decoder_layer`.
+      attend: as for `model.decoder_layer`.
     Returns: [n, E], the layer's output before the final norm: the next step's feature, and what `logits` reads.
     """
     table = params.embed if isinstance(params.embed, Tensor) else embed

@@ -1,7 +1,7 @@
 """A prepared engine and the host loop over it: policy is schedule.py's, arithmetic is step.py's, this connects them."""
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from nanospec_fn import reports, schedule, trace, variants
+from nanospec_fn import reports, schedule, step, trace, variants
 from nanospec_fn.admission import Admission
 from nanospec_fn.capture import capture, donate, shared_pool
-from nanospec_fn.draft import Draft, Speculation
+from nanospec_fn.draft import Draft, Nothing, Speculation
 from nanospec_fn.model import Model
 from nanospec_fn.program import EngineConfig, build
 from nanospec_fn.reports import Landed, Report, Update
@@ -59,10 +59,12 @@ class Engine:
             wrap = partial(capture, pool=shared_pool() if self.behind else None, lend=True)
         self.prefill = wrap(reports.packed(self.program.prefill, record))
         self.round = wrap(reports.packed(self.program.speculate, record))
-        self.follow = wrap(reports.packed(self.program.decode, record))
-        alone = self.program.alone()
-        self.prefill_alone = wrap(reports.packed(alone.prefill, record))
-        self.round_alone = wrap(reports.packed(alone.decode, record))
+        self.follow = wrap(reports.packed(partial(step.decode_after, self.program.static), record))
+        # Over the same state, without the draft, which keeps holes where it was left out: no bit of rule `exact`
+        # depends on them, the law of a lossy rule does. Hence not for users: see `choose`.
+        alone = replace(self.program.static, method=Nothing())
+        self.prefill_alone = wrap(reports.packed(partial(step.prefill, alone), record))
+        self.round_alone = wrap(reports.packed(partial(step.decode_after, alone), record))
         self.insert = donate(self.program.insert_all)
         self.evict = donate(self.program.evict_all)
         self.clear = donate(self.program.clear)
@@ -105,7 +107,7 @@ class Engine:
             if self.picks:
                 self.backlog = variants.seated(self.backlog, {new.slot: new.share for new in plan.insert})
 
-    def run(self, requests: dict[int, int], bucket: int, chunk: int, choice: Choice, step: int) -> Report:
+    def run(self, requests: dict[int, int], bucket: int, chunk: int, choice: Choice, number: int) -> Report:
         """Issue one prefill step (chunk > 0) or round for these requests, by slot.
 
         The batch is padded to `bucket` with slots that have nothing to do in such a step.
@@ -130,7 +132,9 @@ class Engine:
                 self.backlog = variants.left_out(self.backlog, requests)
         self.state, table, evidence = call(self.params, self.state, slot, size)
         evidence = reports.to_host(evidence) if evidence else ()
-        return Report(step, rows, requests, chunk > 0, bucket, choice.variant, lane.bring(table), evidence, lane.clock)
+        return Report(
+            number, rows, requests, chunk > 0, bucket, choice.variant, lane.bring(table), evidence, lane.clock
+        )
 
     def _rows_for(self, requests: dict[int, int], bucket: int) -> tuple[list[int], Tensor | None]:
         """The slots of a step's rows, and the same on the device; None for all slots."""
@@ -240,7 +244,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Generator[Update, None
     emitted: list[list[int]] = [[] for _ in requests]
     host, events = schedule.HostState(), schedule.Events(arrived=_arrivals(requests))
     flying: Report | None = None
-    step = 0
+    number = 0
     engine.serving = True
     try:
         while True:
@@ -257,8 +261,8 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Generator[Update, None
                     return
                 here = not lossy.isdisjoint(now.values())
                 choice = engine.choose(plan, len(planned.running), lossy_step=here, lossy_call=bool(lossy))
-                issued = engine.run(now, plan.bucket, plan.chunk, choice, step)
-                step += 1
+                issued = engine.run(now, plan.bucket, plan.chunk, choice, number)
+                number += 1
                 due, flying = (flying, issued) if engine.behind else (issued, None)
             facts = schedule.Events()
             if due:

@@ -148,14 +148,14 @@ class FlashInfer:
         return rows, page_table, planned
 
     def layer(
-        self, plan: tuple[Rows, Tensor, Planned], pool: Tensor, q: Tensor, k: Tensor, v: Tensor, put: Write
+        self, plan: tuple[Rows, Tensor, Planned], pool: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, put: Write
     ) -> tuple[Tensor, Tensor]:
         from nanospec_fn.kernels import kv  # needs Triton
 
         rows, page_table, planned = plan
         pool = pool if put is put_ else pool.clone()
-        kv.write(pool, k, v, rows.store, rows.position, page_table)
-        shape = (q.shape[1], k.shape[1], q.shape[2])
+        q, _ = kv.turn_and_write(qkv, cos, sin, pool, rows.store, rows.position, page_table)
+        shape = (q.shape[1], pool.shape[3], q.shape[2])
         if shape not in planned.wrappers:
             planned.wrappers[shape] = self._wrap(planned.index, shape, q.dtype)
         return pool, run(planned.wrappers[shape], planned.index, rows, pool, q)

@@ -284,7 +284,7 @@ def _job(
     else:
         engine = _sized(model, requests, draft, speculation, engine, record=file is not None)
     for request in requests:
-        engine.program.check_request(request.sampling)
+        engine.program.check_sampling(request.sampling)
     misfit = [engine.program.misfit(len(r.tokens)) for r in requests]
     for index, reason in enumerate(misfit):
         if reason and on_error == "raise":

@@ -124,36 +124,26 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | tuple[()], gemm: str, residual: 
     return y if residual is None else residual + y
 
 
-# Reads and writes one layer's keys and values: (layer index, q [n, H, D], k, v [n, K, D]) -> [n, H, D].
-AttendLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# One layer's attention, which rotates queries and keys itself: a kernel does that in the launch that stores the keys.
+# (qkv [n, H + 2K, D], cos, sin [n, D/2] fp32) -> [n, H, D]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttendLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # the same of any layer, by its index
 
 
-@dataclass(frozen=True)
-class Turning:
-    """An `AttendLayer` that turns queries and keys by itself, in the launch that stores the keys."""
-
-    layer: Callable[..., Tensor]  # (index, qkv [n, H + 2K, D], cos, sin [n, D/2]) -> [n, H, D]; no index for one layer
-
-
-def of_layer(attend: AttendLayer | Turning, i: int) -> Callable[..., Tensor] | Turning:
-    """What `decoder_layer` takes, for layer i."""
-    if isinstance(attend, Turning):
-        return Turning(functools.partial(attend.layer, i))
-    return functools.partial(attend, i)
+def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [n, H + 2K, D] -> q [n, H, D] and k [n, K, D] under RoPE, v [n, K, D]."""
+    qk, v = qkv.split((qkv.shape[1] - kv_heads, kv_heads), dim=1)
+    q, k = kernels.rope(qk, cos, sin).split((qk.shape[1] - kv_heads, kv_heads), dim=1)
+    return q, k, v
 
 
 def decoder_layer(
-    w: Layer, cfg: Config, x: Tensor, x_in: Tensor, cos: Tensor, sin: Tensor, attend: Callable[..., Tensor] | Turning
+    w: Layer, cfg: Config, x: Tensor, x_in: Tensor, cos: Tensor, sin: Tensor, attend: Attention
 ) -> Tensor:
     """One pre-norm layer: residual x [n, E], attention input x_in [n, E_in] (already normed) -> [n, E]."""
     n = x.shape[0]
     qkv = linear(x_in, w.qkv, w.qkv_bias, cfg.gemm).view(n, -1, cfg.head_dim)
-    if isinstance(attend, Turning):
-        mixed = attend.layer(qkv, cos, sin)
-    else:
-        qk, v = qkv.split((cfg.num_heads + cfg.num_kv_heads, cfg.num_kv_heads), dim=1)
-        q, k = kernels.rope(qk, cos, sin).split((cfg.num_heads, cfg.num_kv_heads), dim=1)
-        mixed = attend(q, k, v)
+    mixed = attend(qkv, cos, sin)
     x = linear(mixed.reshape(n, -1), w.out, w.out_bias, cfg.gemm, residual=x)
     h = kernels.rms_norm(x, w.mlp_norm, cfg.rms_eps)
     if isinstance(w.gate_up_bias, Tensor):
@@ -168,7 +158,7 @@ def hidden(
     cfg: Config,
     token: Tensor,
     position: Tensor,
-    attend: AttendLayer | Turning,
+    attend: AttendLayer,
     taps: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """The residual stream after the last layer, before the final norm.
@@ -189,20 +179,20 @@ def hidden(
     for i, w in enumerate(params.layers):
         if i in taps:
             tapped.append(x)
-        x = decoder_layer(w, cfg, x, kernels.rms_norm(x, w.attn_norm, cfg.rms_eps), cos, sin, of_layer(attend, i))
+        layer = functools.partial(attend, i)
+        x = decoder_layer(w, cfg, x, kernels.rms_norm(x, w.attn_norm, cfg.rms_eps), cos, sin, layer)
     if len(params.layers) in taps:
         tapped.append(x)
     return x[:n], torch.cat(tapped, dim=-1)[:n] if tapped else x[:n, :0]
 
 
-def _of_live_rows(attend: AttendLayer | Turning, n: int, short: int) -> AttendLayer | Turning:
+def _of_live_rows(attend: AttendLayer, n: int, short: int) -> AttendLayer:
     """`attend` for n rows and `short` rows of padding behind them."""
-    inner = attend.layer if isinstance(attend, Turning) else attend
 
     def live(i: int, *tensors: Tensor) -> Tensor:
-        return torch.nn.functional.pad(inner(i, *(x[:n] for x in tensors)), (0, 0, 0, 0, 0, short))
+        return torch.nn.functional.pad(attend(i, *(x[:n] for x in tensors)), (0, 0, 0, 0, 0, short))
 
-    return Turning(live) if isinstance(attend, Turning) else live
+    return live
 
 
 def output_head(params: Params) -> Tensor:
@@ -244,13 +234,14 @@ def dense_attend(cfg: Config, b: int, t: int, position: Tensor) -> AttendLayer:
     if kernels.on_device(position) and cfg.gemm == "canonical":
         from nanospec_fn.kernels import gpu  # needs Triton
 
-        return lambda _, q, k, v: gpu.causal_attention(q, k, v, b)
+        return lambda _, qkv, cos, sin: gpu.causal_attention(*rotate(qkv, cos, sin, cfg.num_kv_heads), b)
     padded = -(-t // cpu.KV_BLOCK) * cpu.KV_BLOCK
     groups = cfg.num_heads // cfg.num_kv_heads
     causal = position[:, None] >= torch.arange(padded, device=position.device)
     future = cpu.hide(causal.expand(b, -1, -1), cfg.num_kv_heads, groups)
 
-    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(_: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = rotate(qkv, cos, sin, cfg.num_kv_heads)
         q = group_heads(q.view(b, t, cfg.num_heads, cfg.head_dim), cfg.num_kv_heads)
         k, v = (
             torch.nn.functional.pad(

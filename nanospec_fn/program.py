@@ -205,14 +205,6 @@ class Program:
             if not 0 <= mine <= most:
                 raise ValueError(f"a round's {name} is {mine}, the program's own tree has {most}")
 
-    def alone(self) -> "Program":
-        """The same program without its draft, over the same state: what it carries of the draft stays as it is.
-
-        For slots under rule `exact`. The draft keeps holes there, so that its guesses may be worse until a request
-        leaves; no bit of `exact` depends on them, the law of a lossy rule does.
-        """
-        return replace(self, static=replace(self.static, method=Nothing()))
-
     def shapes(self) -> tuple[Speculation, ...]:
         """The rounds that the host may choose from: no tree, a short and a long chain, the program's own tree."""
         own = self.static.speculation
@@ -257,7 +249,7 @@ class Program:
         state: State,
         slot: int,
         tokens: list[int],
-        request: Sampling,
+        sampling: Sampling,
         emitted: int = 0,
         share: int | None = None,
         put: Write = put,
@@ -270,7 +262,7 @@ class Program:
         Errors: ValueError for an occupied slot, a token out of range, a request that can never fit or has nothing left
           to do, a `share` that does not hold the prompt's KV.
         """
-        return self.insert_all(state, [Admission(slot, tokens, request, emitted, share)], put)
+        return self.insert_all(state, [Admission(slot, tokens, sampling, emitted, share)], put)
 
     def insert_all(self, state: State, coming: Sequence[Admission], put: Write = put) -> State:
         """`insert` for many requests, in a few launches for all of them. Errors: those of `insert`."""
@@ -281,27 +273,27 @@ class Program:
         if not coming:
             return state
         admission.check(state, coming)
-        ends = [self.ends(one.prompt, one.request) for one in coming]
+        ends = [self.ends(one.prompt, one.sampling) for one in coming]
         return admission.insert(state, coming, ends, self.page_size, put)
 
-    def ends(self, prompt: int, request: Sampling) -> slots.End:
+    def ends(self, prompt: int, sampling: Sampling) -> slots.End:
         """Where a request with a prompt of so many tokens ends."""
-        stop_ids = (*request.stop_ids, *(() if request.ignore_eos else self.static.cfg.eos_ids))
-        return slots.End(min(prompt + request.max_tokens, self.capacity), stop_ids)
+        stop_ids = (*sampling.stop_ids, *(() if sampling.ignore_eos else self.static.cfg.eos_ids))
+        return slots.End(min(prompt + sampling.max_tokens, self.capacity), stop_ids)
 
-    def check_request(self, request: Sampling) -> None:
+    def check_sampling(self, sampling: Sampling) -> None:
         """Errors: ValueError for sampling parameters that are out of range or that this engine cannot serve."""
-        if not isinstance(request, Sampling):
-            raise ValueError(f"sampling must be of class Sampling, got {request!r}")
-        request.validate()
-        for token in request.stop_ids:
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling must be of class Sampling, got {sampling!r}")
+        sampling.validate()
+        for token in sampling.stop_ids:
             if token >= self.static.cfg.vocab_size:
                 raise ValueError(f"stop_ids: {token} is not in the vocabulary of {self.static.cfg.vocab_size}")
-        ids = len(request.stop_ids) + len(self.static.cfg.eos_ids)
+        ids = len(sampling.stop_ids) + len(self.static.cfg.eos_ids)
         if ids > slots.MAX_STOP_IDS:
             raise ValueError(f"stop_ids and the model's EOS ids are {ids}, at most {slots.MAX_STOP_IDS} fit")
-        if self.static.speculation.coupled and request.rule != "exact":
-            raise ValueError(f"rule {request.rule!r} has no closed form with coupled proposals; use coupled=False")
+        if self.static.speculation.coupled and sampling.rule != "exact":
+            raise ValueError(f"rule {sampling.rule!r} has no closed form with coupled proposals; use coupled=False")
 
     def _check_slot(self, slot: int, name: str = "slot") -> None:
         if type(slot) is not int or not 0 <= slot < self.max_slots:
@@ -310,7 +302,7 @@ class Program:
     def _check(self, one: Admission) -> None:
         if not isinstance(one, Admission):
             raise ValueError(f"a request to insert must be of class Admission, got {one!r}")
-        self.check_request(one.request)
+        self.check_sampling(one.sampling)
         self._check_slot(one.slot)
         if one.share is not None:
             self._check_slot(one.share, "share")
@@ -321,7 +313,7 @@ class Program:
             raise ValueError(f"a prompt is empty: {len(one.tokens)} tokens of which {one.emitted} emitted")
         if reason := self.misfit(one.prompt):
             raise ValueError(f"the prompt can never fit: {reason}")
-        if (limit := self.ends(one.prompt, one.request).limit) <= len(one.tokens):
+        if (limit := self.ends(one.prompt, one.sampling).limit) <= len(one.tokens):
             raise ValueError(f"emitted: with {one.emitted} tokens the request has all of its {limit - one.prompt}")
 
     def evict(self, state: State, slot: int, put: Write = put) -> State:
@@ -349,14 +341,10 @@ class Program:
         params: Params,
         state: State,
         slot: Tensor | None = None,
-        unseen: int | None = None,
         put: Write = put,
     ) -> tuple[State, Info]:
-        """`step.decode`: one token for every running slot. Errors: ValueError for an `unseen` that no round leaves."""
-        most = self.static.speculation.depth + 1
-        if unseen is not None and (type(unseen) is not int or not 1 <= unseen <= most):
-            raise ValueError(f"unseen must be an integer from 1 to {most}, got {unseen!r}")
-        return step.decode(self.static, params, state, slot, unseen, put)
+        """`step.decode`: one token for every running slot."""
+        return step.decode(self.static, params, state, slot, put)
 
     def speculate(
         self,

@@ -47,14 +47,12 @@ def outputs(
     return out
 
 
-def along_paths(
-    cfg: eagle.HeadConfig, b: int, r: int, past: list[tuple[Tensor, Tensor]]
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def along_paths(cfg: eagle.HeadConfig, b: int, r: int, past: list[tuple[Tensor, Tensor]]) -> model.Attention:
     """The attention of unroll step j = len(past), which it appends itself to: keys and values [B, H, R, D] by step."""
     j = len(past)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = by_head(q, b, r, cfg), by_head(k, b, r, cfg), by_head(v, b, r, cfg)
+    def attend(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (by_head(x, b, r, cfg) for x in model.rotate(qkv, cos, sin, cfg.num_kv_heads))
         past.append((k, v))
         if j == 0:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
@@ -84,8 +82,8 @@ def shift(x: Tensor, rows: int, dim: int) -> Tensor:
 def causal(cfg: model.Config, b: int, t: int) -> model.AttendLayer:
     """Causal attention within each of b sequences of t rows, by the library."""
 
-    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = by_head(q, b, t, cfg), by_head(k, b, t, cfg), by_head(v, b, t, cfg)
+    def attend(_: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (by_head(x, b, t, cfg) for x in model.rotate(qkv, cos, sin, cfg.num_kv_heads))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
 
     return attend

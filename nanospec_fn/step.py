@@ -119,13 +119,27 @@ def decode(
     params: Params,
     state: State,
     slot: Tensor | None = None,
-    unseen: int | None = None,
     put: Write = put,
 ) -> tuple[State, Info]:
     """One token for every running slot. The draft keeps up, so that drafting can resume at any round.
 
-    Args: slot: [b] distinct slots that take part, None for all; unseen: the most tokens that the draft of any of them
-      has not been run on: 1 after a prefill or another `decode`; None: as many as a round emits.
+    Args: slot: [b] distinct slots that take part, None for all.
+    """
+    return decode_after(static, params, state, slot, None, put)
+
+
+def decode_after(
+    static: Static,
+    params: Params,
+    state: State,
+    slot: Tensor | None = None,
+    unseen: int | None = None,
+    put: Write = put,
+) -> tuple[State, Info]:
+    """`decode` for a host that knows what came before, and so how little the draft has to catch up on.
+
+    Args: unseen: the most tokens that the draft of any slot has not been run on: 1 after a prefill or another `decode`,
+      None: as many as a round emits. With fewer than there are the draft goes wrong, and a lossy rule's law with it.
     """
     plain = dataclasses.replace(static.speculation, depth=0, num_nodes=None)
     return _round(static, params, state, slot, plain, put, unseen)

@@ -214,7 +214,7 @@ def begin(served: ns.Model, draft: ns.Draft | None, task: Task, config: GrpoConf
     speculation = ns.Speculation(top_k=config.spec_topk, depth=config.spec_depth) if draft else None
     sizes = ns.EngineConfig(max_slots=config.slots, max_context=longest)
     engine = ns.prepare(served, draft, sizes, speculation)
-    engine.program.check_request(grpo_config.sampling(config))
+    engine.program.check_sampling(grpo_config.sampling(config))
 
     def rate(value: float) -> Optimizer:
         return optimizer.adamw(lambda count: torch.full_like(count, value, dtype=torch.float64))

@@ -74,7 +74,7 @@ def test_at_once_is_one_after_the_other(num_pages):
     start = dataclasses.replace(start, pages=dataclasses.replace(start.pages, num_free=spare.to(torch.int32)))
     one_by_one = start
     for a in COMING:
-        one_by_one = engine.insert(one_by_one, a.slot, list(a.tokens), a.request, a.emitted, a.share)
+        one_by_one = engine.insert(one_by_one, a.slot, list(a.tokens), a.sampling, a.emitted, a.share)
     at_once = engine.insert_all(start, COMING)
     for name in ("active", "done", "tokens", "total", "length", "prefill_to", "silent", "limit", "stop_ids"):
         assert torch.equal(getattr(at_once.slots, name), getattr(one_by_one.slots, name)), name
@@ -89,7 +89,7 @@ def test_requests_that_came_at_once_are_served_alike():
     engine = program()
     one_by_one = start = with_donors(engine)
     for a in COMING:
-        one_by_one = engine.insert(one_by_one, a.slot, list(a.tokens), a.request, a.emitted, a.share)
+        one_by_one = engine.insert(one_by_one, a.slot, list(a.tokens), a.sampling, a.emitted, a.share)
     served = finish(engine, engine.insert_all(start, COMING))
     assert served == finish(engine, one_by_one)
     assert sorted(served) == [0, 1, 2, 3, 4, 5, 7]
@@ -177,13 +177,6 @@ def test_nobody_comes_and_nobody_goes():
     assert not engine.evict_all(state, []).slots.active.ne(state.slots.active).any()
     with pytest.raises(ValueError, match="must be of class Admission, got None"):
         engine.insert_all(state, [None])
-
-
-@pytest.mark.parametrize("unseen", [0, -1, True, 1.0, "1", 6])
-def test_unseen_is_checked(unseen):
-    engine = program()
-    with pytest.raises(ValueError, match="unseen must be an integer from 1 to 5"):
-        engine.decode(PARAMS, engine.init(), None, unseen)
 
 
 @pytest.mark.parametrize("chunk", [0, -1, True, 1.0, "1"])

@@ -38,7 +38,8 @@ def features_of(target: model.Model, tokens: Tensor, taps: tuple[int, ...]) -> T
 def attend_to(cfg: model.Config, past: list[tuple[Tensor, Tensor]]):
     """Causal attention over all rows so far; keeps them in `past`."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = model.rotate(qkv, cos, sin, cfg.num_kv_heads)
         past.append((k, v))
         k, v = (
             torch.cat(x).repeat_interleave(cfg.num_heads // cfg.num_kv_heads, dim=1) for x in zip(*past, strict=True)

@@ -66,7 +66,13 @@ def attend(backend: flashinfer.FlashInfer, paged: Paged, span: int) -> Tensor:
     plan[2].wrappers.setdefault(shape, Library(plan[2].index))
     # What no row may see is finite here: the library multiplies it by zero.
     pool = paged.pool.nan_to_num(100.0)
-    return backend.layer(plan, pool, paged.q, paged.k, paged.v, put)[1]
+    return backend.layer(plan, pool, *unturned(paged.q, paged.k, paged.v), put)[1]
+
+
+def unturned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer's qkv, cos and sin whose queries and keys are these."""
+    cos = torch.ones(len(q), q.shape[2] // 2)
+    return torch.cat((q, k, v), dim=1), cos, torch.zeros_like(cos)
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
@@ -95,7 +101,7 @@ def test_a_level_of_a_tree_sees_the_levels_above():
     part = torch.arange(len(whole.q)).view(2, -1)[:, last].flatten()
     plan = backend.plan(rows, whole.page_table, 4, 2)
     plan[2].wrappers[4, 2, 16] = Library(plan[2].index)
-    got = backend.layer(plan, pool, whole.q[part], whole.k[part], whole.v[part], put)[1]
+    got = backend.layer(plan, pool, *unturned(whole.q[part], whole.k[part], whole.v[part]), put)[1]
     torch.testing.assert_close(got.double(), want[part], rtol=1e-4, atol=1e-5)
 
 

@@ -5,6 +5,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import nanospec_fn as ns
 from nanospec_fn import pages, reports, schedule, struct, trace, variants
+from nanospec_fn.draft import Nothing
 from nanospec_fn.engine import Engine
 from properties import reference
 from tests.scripted import TREE, Scripted, assert_empty, greedy, prompt, right_for, target, watch
@@ -364,7 +366,7 @@ def test_the_target_alone_leaves_the_drafts_state_as_it_is():
         params = ns.Params(target().params, one.params if one else ())
         state = program.insert(program.init(), 1, prompt(7), ns.Sampling(temperature=1.0))
         before = state.draft
-        runs = program.alone() if alone else program
+        runs = replace(program, static=replace(program.static, method=Nothing())) if alone else program
         state, first = runs.prefill(params, state)
         state, second = runs.decode(params, state)
         found.append([(i.tokens[1, :1], i.target_logp[1, :1], i.count) for i in (first, second)])

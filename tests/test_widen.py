@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -86,9 +87,7 @@ def head_logits(target: ns.Model, draft: ns.Draft, ids: Tensor) -> Tensor:
     feature, found = eagle.fuse(params, head, taps), []
     attend = model.dense_attend(head, 1, t, position)
     for _ in range(2):
-        feature = eagle.advance(
-            params, head, target.params.embed, ids[1:], feature, position, lambda q, k, v: attend(0, q, k, v)
-        )
+        feature = eagle.advance(params, head, target.params.embed, ids[1:], feature, position, partial(attend, 0))
         found.append(eagle.logits(params, head, feature, model.output_head(target.params)))
     return torch.stack(found)
 
