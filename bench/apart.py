@@ -5,7 +5,6 @@ Each (config, batch size) has a process of its own, which makes every run of it;
 
 import argparse
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +15,7 @@ import nanospec_fn as ns
 from bench import isolated, records
 from bench.isolated import Job
 from bench.measure import Measured
-from nanospec_fn import chat, checkpoint, config, weights
+from nanospec_fn import arguments, chat, checkpoint, config, draft_model, weights
 
 MODULE = {"vllm": "bench.vllm_engine", "sglang": "bench.sglang_engine"}  # the adapter that runs in its process
 RELEASE = {"vllm": "0.26.0", "sglang": "0.5.17"}  # that the adapter is written against
@@ -60,11 +59,11 @@ def find_head(engine: str, name: str) -> tuple[str, str]:
 
     What each engine's loader makes of a head: tests/peers/eagle3-loaders.json.
     """
-    if name == "auto" and os.environ.get("NANOSPEC_EAGLE"):
-        name = f"eagle:{os.environ['NANOSPEC_EAGLE']}"
-    if not name.startswith("eagle:"):
+    name = arguments.head_of_environment(name)
+    named = None if name == "auto" else draft_model.DraftName.parse(name)
+    if not named or named.kind != "eagle" or not named.source:
         raise ValueError(f"argument --draft: {engine} drafts with eagle:X, a folder or a hub id, got {name}")
-    source = checkpoint.open_checkpoint(name.removeprefix("eagle:"))
+    source = checkpoint.open_checkpoint(named.source)
     if not any(key.endswith("lm_head.weight") for key in source.tensors):
         raise ValueError(f"argument --draft: {source.path} has no lm_head.weight, which {engine} needs")
     if engine == "sglang" and "transformer_layer_config" in source.config:

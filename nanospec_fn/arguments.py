@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import nanospec_fn as ns
 from nanospec_fn import draft_model, weights
+from nanospec_fn.draft_model import DraftName
 from nanospec_fn.model import Model
 from nanospec_fn.program import ATTEND
 
@@ -86,10 +87,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def draft_name(text: str) -> str:
     """The type of --draft."""
-    kind, _, name = text.partition(":")
-    if text in (*DRAFTS, "auto") or (kind in ("eagle", "model") and name):
+    if text == "auto":
         return text
-    raise argparse.ArgumentTypeError(f"must be one of {', '.join((*DRAFTS, 'eagle:X', 'model:X'))}, got {text!r}")
+    try:
+        return str(DraftName.parse(text))
+    except ValueError:
+        known = ", ".join((*DRAFTS, "eagle:X", "model:X"))
+        raise argparse.ArgumentTypeError(f"must be one of {known}, got {text!r}") from None
 
 
 def integer(text: str) -> int:
@@ -229,11 +233,15 @@ def told(error: Exception, options: Mapping[str, str]) -> str:
     return f"{kind} {options[field]}: {text.removeprefix(f'{field}: ')}"
 
 
+def head_of_environment(name: str) -> str:
+    """A --draft name, "auto" resolved where $NANOSPEC_EAGLE says what it means."""
+    head = os.environ.get("NANOSPEC_EAGLE")
+    return str(DraftName("eagle", head)) if name == "auto" and head else name
+
+
 def draft_for(name: str, model: Model) -> str:
     """A --draft name, "auto" resolved: $NANOSPEC_EAGLE, else the model's bundled head, else ngram."""
-    head = os.environ.get("NANOSPEC_EAGLE")
-    if name == "auto" and head:
-        return f"eagle:{head}"
+    name = head_of_environment(name)
     if name == "auto":
         return "eagle" if draft_model.bundled_head(model.name) else "ngram"
     return name

@@ -241,6 +241,31 @@ def check_top_k(spec: Speculation, vocab: int) -> None:
         raise ValueError(f"top_k is {spec.top_k}, the draft's vocabulary has {vocab} tokens")
 
 
+@dataclass(frozen=True)
+class DraftName:
+    """What the name of a draft says: "none", "ngram", "frozen", "eagle", "eagle:X" or "model:X"."""
+
+    ALONE: ClassVar[tuple[str, ...]] = ("none", "ngram", "frozen", "eagle")
+    FROM: ClassVar[tuple[str, ...]] = ("eagle", "model")
+
+    kind: str  # of ALONE without a source, of FROM with one
+    source: str = ""  # X, a folder or hub id
+
+    @classmethod
+    def parse(cls, text: str) -> "DraftName":
+        """Errors: ValueError for a name outside of the grammar."""
+        kind, colon, source = text.partition(":")
+        if kind not in (cls.FROM if colon else cls.ALONE) or bool(source) != bool(colon):
+            raise ValueError(
+                'draft must be "none", "ngram", "frozen", "eagle", "model:PATH_OR_ID" or "eagle:PATH_OR_ID", '
+                f"got {text!r}"
+            )
+        return cls(kind, source)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.source}" if self.source else self.kind
+
+
 def bundled_head(name: str) -> Path | None:
     """The folder of the head that this package brings for a model of this name, None where it brings none."""
     found = (Path(__file__).parent / "heads").glob("*/config.json")
@@ -257,30 +282,23 @@ def load_draft(name: str, model: Model) -> Draft | None:
     """
     if not isinstance(name, str):
         raise ValueError(f"draft must be a name, got {name!r}")
-    kind, _, source = name.partition(":")
-    if name == "none":
+    named = DraftName.parse(name)
+    if named.kind == "none":
         return None
-    if name == "ngram":
+    if named.kind == "ngram":
         return Draft(draft.Ngram())
-    if name == "frozen":
+    if named.kind == "frozen":
         return Draft(LlamaDraft(model.cfg), pytree.tree_map(lambda x: x.clone(), model.params))
-    if kind == "model" and source:
+    if named.kind == "model":
         device, dtype = model.params.embed.device, model.params.embed.dtype
-        other = weights.load(source, device=str(device), dtype=str(dtype).removeprefix("torch."))
+        other = weights.load(named.source, device=str(device), dtype=str(dtype).removeprefix("torch."))
         if other.cfg.vocab_size != model.cfg.vocab_size:
             raise ValueError(
-                f"draft {source} has a vocabulary of {other.cfg.vocab_size}, the target of {model.cfg.vocab_size}"
+                f"draft {named.source} has a vocabulary of {other.cfg.vocab_size}, the target of {model.cfg.vocab_size}"
             )
         return Draft(LlamaDraft(other.cfg), other.params)
-    if kind == "eagle" and source:
-        cfg, params = weights.load_eagle(source, model)
-        return Draft(Eagle3(cfg), params)
-    if name == "eagle":
-        folder = bundled_head(model.name)
-        if folder is None:
-            raise ValueError(f'draft "eagle": no head comes with model {model.name!r}; pass "eagle:PATH_OR_ID"')
-        cfg, params = weights.load_eagle(folder, model)
-        return Draft(Eagle3(cfg), params)
-    raise ValueError(
-        f'draft must be "none", "ngram", "frozen", "eagle", "model:PATH_OR_ID" or "eagle:PATH_OR_ID", got {name!r}'
-    )
+    head = named.source or bundled_head(model.name)
+    if head is None:
+        raise ValueError(f'draft "eagle": no head comes with model {model.name!r}; pass "eagle:PATH_OR_ID"')
+    cfg, params = weights.load_eagle(head, model)
+    return Draft(Eagle3(cfg), params)

@@ -15,7 +15,7 @@ from rl.policy_loss import Recipe
 # Fields that may differ between a run and the one that goes on with it.
 FREE = ("out", "resume", "steps", "save_every", "quiet", "device")
 NAMES = {"task": tasks.NAMES, "correction": policy_loss.CORRECTIONS, "loss": policy_loss.LOSSES}
-DRAFTS = ("none", "frozen", "eagle")  # and eagle:X, model:X
+DRAFTS = ("none", "frozen", "eagle", "model")  # kinds of a draft
 # The least value of what is counted.
 WHOLE = dict.fromkeys(("steps", "save_every", "eval_limit", "prompts", "group", "max_tokens", "micro_tokens"), 1)
 WHOLE |= dict.fromkeys(("seed", "eval_every", "draft_refresh", "accept_topk"), 0)
@@ -101,10 +101,7 @@ class GrpoConfig:
     def validate(self) -> None:
         """Refuse what the fields alone show to be wrong. Errors: ValueError that begins with the field."""
         limits.check(self, NAMES, WHOLE, REAL)
-        kind, _, source = self.draft.partition(":")
-        if self.draft not in DRAFTS and not (kind in ("eagle", "model") and source):
-            raise ValueError(f"draft must be one of {', '.join(DRAFTS)}, eagle:X, model:X, got {self.draft!r}")
-        if self.draft == "none" and self.acceptance != "exact":
+        if draft_name(self.draft).kind == "none" and self.acceptance != "exact":
             raise ValueError(f"acceptance: {self.acceptance} needs a draft to accept from, got draft none")
         check_belonging(self, [f.name for f in fields(self) if getattr(self, f.name) != f.default])
         with limits.renamed({"rule": "acceptance", "accept_top_k": "accept_topk"}):
@@ -115,11 +112,23 @@ class GrpoConfig:
             ns.Speculation(top_k=self.spec_topk, depth=self.spec_depth).validate()
 
 
+def draft_name(text: str) -> draft_model.DraftName:
+    """What the field `draft` says. Errors: ValueError that begins with the field."""
+    try:
+        named = draft_model.DraftName.parse(text)
+    except ValueError:
+        named = None
+    if named is None or named.kind not in DRAFTS:
+        raise ValueError(f"draft must be one of none, frozen, eagle, eagle:X, model:X, got {text!r}")
+    return named
+
+
 def check_belonging(config: GrpoConfig, given: Collection[str]) -> None:
     """Errors: ValueError for one of the fields that were given, without the one that it belongs to."""
     for name, other, values in BELONGS:
         got = getattr(config, other)
-        if name in given and str(got).partition(":")[0] not in values:
+        kind = draft_name(got).kind if other == "draft" else str(got)
+        if name in given and kind not in values:
             raise ValueError(f"{name}: needs {other} {' or '.join(values)}, got {got}")
 
 
@@ -146,10 +155,10 @@ def check_surroundings(config: GrpoConfig, size: int) -> None:
 
 def check_draft(config: GrpoConfig) -> None:
     """Errors: ValueError, FileNotFoundError for a draft that is not there."""
-    kind, _, source = config.draft.partition(":")
-    if source:
-        checkpoint.open_checkpoint(source)
-    elif kind == "eagle":
+    named = draft_name(config.draft)
+    if named.source:
+        checkpoint.open_checkpoint(named.source)
+    elif named.kind == "eagle":
         name = weights.model_name(config.model)
         if draft_model.bundled_head(name) is None:
             raise ValueError(f"eagle: no head comes with model {name!r}; pass eagle:PATH_OR_ID")

@@ -116,15 +116,18 @@ def derive(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"argument --device: {error}")
     args.micro_tokens = args.micro_tokens or (CUDA_TOKENS if device.type == "cuda" else GrpoConfig.micro_tokens)
     args.slots = args.slots or min(args.prompts * args.group, MOST_SLOTS)
-    args.out = args.out or Path("runs") / name_of(args)
+    try:
+        args.out = args.out or Path("runs") / name_of(args)
+    except ValueError as error:
+        parser.error(arguments.told(error, OPTIONS))
 
 
 def name_of(args: argparse.Namespace) -> str:
-    """A folder's name that tells runs apart."""
+    """A folder's name that tells runs apart. Errors: ValueError for a draft of no such name."""
     rule = args.acceptance + {"power": f"{args.alpha:g}", "relaxed": f"{args.tau:g}-{args.accept_topk}"}.get(
         args.acceptance, ""
     )
-    draft = args.draft.partition(":")[0] + ("-train" if args.draft_train else "")
+    draft = grpo_config.draft_name(args.draft).kind + ("-train" if args.draft_train else "")
     draft += f"-refresh{args.draft_refresh}" if args.draft_refresh else ""
     return "-".join((args.task, draft, rule, args.correction, args.loss, f"seed{args.seed}"))
 

@@ -279,6 +279,12 @@ def test_bad_options_are_refused_by_name_before_any_model_loads(text, tmp_path, 
     assert not (tmp_path / "new").exists()
 
 
+def test_a_draft_is_refused_where_it_would_name_the_folder(capsys):
+    with pytest.raises(SystemExit):
+        grpo_options.parse(["--device", "cpu", "--draft", "eagle:"])
+    assert "argument --draft: draft must be one of" in capsys.readouterr().err
+
+
 def test_ranks_must_share_the_prompts_evenly(tmp_path, monkeypatch):
     monkeypatch.delattr(ns, "load")
     with pytest.raises(ValueError, match="prompts: 4 groups cannot be shared evenly by 3 ranks"):

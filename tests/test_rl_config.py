@@ -98,6 +98,8 @@ def test_head_training_from_python_is_the_command_line_s_run(folder, tmp_path):
         ({"correction": "icepop", "icepop_high": 0.5}, "icepop_high must be a number at least 1"),
         ({"draft": "medusa"}, "draft must be one of none, frozen, eagle, eagle:X, model:X, got 'medusa'"),
         ({"draft": "eagle:"}, "draft must be one of"),
+        ({"draft": "frozen:x"}, "draft must be one of"),
+        ({"draft": "ngram"}, "draft must be one of"),
         ({"draft": "eagle", "model": "/nowhere"}, "draft: eagle: no head comes with model '/nowhere'"),
         ({"draft": "model:/nowhere/at-all"}, "draft: /nowhere/at-all"),
         ({"model": ""}, "model is empty"),

@@ -21,6 +21,7 @@ from nanospec_fn.doctor.head_file import HeadFile
 from nanospec_fn.doctor.repairs import Repair
 from nanospec_fn.doctor.templates import Preference
 from nanospec_fn.doctor.verdict import CHANCE, LIFT, LUCK, MAP_LIFT, Report, Trial, evidence, helps
+from nanospec_fn.draft_model import DraftName
 from nanospec_fn.prompts import Prompt
 
 TOGETHER = 3  # damages of one head that are told apart
@@ -58,19 +59,20 @@ class Case:
 def diagnose(case: Case, name: str) -> Report:
     """Examine the draft `name` ("eagle", "eagle:X", "model:X", "frozen" or "ngram") of a target.
 
-    Errors: FileNotFoundError for a draft that is not there; ValueError for a prompt that can never fit.
+    Errors: FileNotFoundError for a draft that is not there; ValueError for no name of a draft, or a prompt that can
+      never fit.
     """
-    kind, _, source = name.partition(":")
+    named = DraftName.parse(name)
     report = Report(case.target.name, name)
-    if kind == "eagle":
-        path = source or draft_model.bundled_head(case.target.name)
+    if named.kind == "eagle":
+        path = named.source or draft_model.bundled_head(case.target.name)
         if path is None:
             raise ValueError(f"draft 'eagle': no head comes with model {case.target.name!r}; pass eagle:X")
         report, asked = judge_template(report, case, templates.beside(checkpoint.find(str(path))))
         return judge_head(report, case, asked, str(path))
     report, asked = judge_template(report, case, None)
     try:
-        report = judge_vocabulary(report, case.target, source) if kind == "model" else report
+        report = judge_vocabulary(report, case.target, named.source) if named.kind == "model" else report
         draft = ns.load_draft(name, case.target)
     except ValueError as error:
         return report.blames("refused", " ".join(str(error).split()))
