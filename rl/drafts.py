@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 
 import nanospec_fn as ns
 from nanospec_fn import eagle, struct
-from rl import eagle_loss, train_eagle
+from rl import eagle_loss, eagle_step
 from rl.eagle_loss import Batch, Seen
+from rl.eagle_step import HeadRecipe, TrainState
 from rl.optimizer import Optimizer
 from rl.policy import Micro, Scored
-from rl.train_eagle import HeadRecipe, TrainState
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,10 @@ def begin(model: ns.Model, draft: ns.Draft | None, upkeep: Upkeep, tokens: Tenso
     """The state before the first step. Args: tokens: [1, T] of some text, to take the scale of a head's taps from."""
     train: Any = ()
     if draft and upkeep.recipe and upkeep.optimize:
-        train = adopt(draft.params, upkeep.recipe, upkeep.optimize, eagle_loss.observe(model, upkeep.taps, tokens).taps)
+        taps = eagle_loss.observe(model, upkeep.taps, tokens).taps
+        train = eagle_step.adopt(draft.params, upkeep.recipe, upkeep.optimize, taps)
     zero = torch.zeros((), dtype=torch.int64)
     return DraftState(zero, zero.clone(), draft.params if draft and upkeep.refresh else (), train)
-
-
-def adopt(head: Any, recipe: HeadRecipe, optimize: Optimizer, taps: Tensor) -> TrainState:
-    """A loaded head as training sees it: fp32, `fc` in units of the taps' scale (see `eagle_loss.assemble`)."""
-    scale = train_eagle.scale_of(taps, recipe.cfg)
-    if recipe.cfg.norm_before_fc:
-        scale = torch.ones_like(scale)
-    params = pytree.tree_map(lambda x: x.float().clone(), eagle_loss.trainable(head))
-    params = struct.replace(params, fc=params.fc * scale)
-    return TrainState(params=params, adam=optimize.init(params), scale=scale, target_id=head.target_id.clone())
 
 
 def restore(draft: ns.Draft | None, upkeep: Upkeep, saved: DraftState) -> DraftState:
@@ -103,7 +94,7 @@ def learn(
         return state, []
     train, losses = state.train, []
     for batch in batches:
-        train, info = train_eagle.train_step(policy, upkeep.recipe, upkeep.optimize, train, batch)
+        train, info = eagle_step.train_step(policy, upkeep.recipe, upkeep.optimize, train, batch)
         losses.append(float(info["loss"][0]))
     serve(draft, upkeep.recipe, train)
     made = state.version + len(losses)
@@ -125,7 +116,7 @@ def supervised(
 
 def serve(draft: ns.Draft, recipe: HeadRecipe, train: TrainState) -> None:
     """Write a head that trains into the served one."""
-    made = train_eagle.head_of(recipe, train, recipe.dtype)
+    made = eagle_step.head_of(train, recipe.dtype)
     write(eagle_loss.trainable(draft.params), eagle_loss.trainable(made))
 
 

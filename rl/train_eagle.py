@@ -9,7 +9,6 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,99 +16,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, eagle, rehearsal, struct, weights
-from rl import eagle_data, eagle_head, eagle_loss, optimizer, rollouts, run_files, train_config, train_options
-from rl.eagle_loss import Batch, Seen
-from rl.optimizer import AdamState, Optimizer
+from nanospec_fn import arguments, eagle, rehearsal, weights
+from rl import (
+    eagle_data,
+    eagle_head,
+    eagle_loss,
+    eagle_step,
+    optimizer,
+    rollouts,
+    run_files,
+    train_config,
+    train_options,
+)
+from rl.eagle_loss import Batch
+from rl.eagle_step import HeadRecipe, TrainState
+from rl.optimizer import Optimizer
 from rl.rollouts import Rollouts
 from rl.train_config import FREE, SHORT, TrainConfig
-
-
-@struct.state
-class TrainState:
-    """What training carries from step to step."""
-
-    params: eagle.HeadParams  # fp32, fc in units of the taps' scale; see eagle_loss.assemble
-    adam: AdamState
-    scale: Tensor  # [F] fp32
-    target_id: Tensor  # [Vd] int64
-
-
-@dataclass(frozen=True)
-class HeadRecipe:
-    """The hashable statics of training."""
-
-    cfg: eagle.HeadConfig
-    unroll: int
-    decay: float
-    dtype: torch.dtype  # of the forward and backward pass
-
-
-def train_step(
-    target: ns.Model, recipe: HeadRecipe, optimize: Optimizer, train: TrainState, batch: Batch
-) -> tuple[TrainState, dict[str, Tensor]]:
-    """One update. Returns the new state and what the log tells: loss, accuracy [S], gradient norm []."""
-
-    def objective(params: eagle.HeadParams) -> tuple[Tensor, dict[str, Tensor]]:
-        head = eagle_loss.assemble(params, train.target_id, train.scale, recipe.dtype)
-        rows = eagle_loss.output_rows(target, train.target_id)
-        return eagle_loss.loss(head, recipe.cfg, target.params.embed, rows, batch, recipe.decay)
-
-    with torch.enable_grad():
-        grads, (_, info) = torch.func.grad_and_value(objective, has_aux=True)(train.params)
-    with torch.no_grad():
-        params, adam, norm = optimize.update(grads, train.adam, train.params)
-    return TrainState(params=params, adam=adam, scale=train.scale, target_id=train.target_id), info | {"grad": norm}
-
-
-def init(
-    target: ns.Model,
-    recipe: HeadRecipe,
-    optimize: Optimizer,
-    target_id: Tensor,
-    tokens: Tensor,
-    own_head: bool,
-    seed: int,
-) -> TrainState:
-    """The state before the first step; tokens [B, T]: some sequences to take the taps' scale from."""
-    batch = look_at(target, recipe, target_id, tokens, torch.full_like(tokens[:, 0], tokens.shape[1]), tokens[:, 0] * 0)
-    params = eagle_loss.trainable(eagle_head.init(recipe.cfg, target, target_id, own_head, seed))
-    scale = scale_of(batch.taps, recipe.cfg)
-    return TrainState(params=params, adam=optimize.init(params), scale=scale, target_id=target_id)
-
-
-def scale_of(taps: Tensor, cfg: eagle.HeadConfig) -> Tensor:
-    """The length of each tapped stream in taps [B, T, F] -> [F] fp32, the same for all of a tap's channels.
-
-    The median over tokens: the first token's stream is 50 times as long as the others'.
-    """
-    length = taps.float().unflatten(-1, (len(cfg.taps), -1)).square().mean(-1).sqrt().flatten(0, 1)
-    return length.median(0).values.clamp_min(1e-6).repeat_interleave(cfg.target_hidden_size)
-
-
-def look_at(
-    target: ns.Model,
-    recipe: HeadRecipe,
-    target_id: Tensor,
-    tokens: Tensor,
-    length: Tensor,
-    prompt: Tensor,
-    seen: Seen | None = None,
-    unroll: int | None = None,
-) -> Batch:
-    """tokens [B, T], length, prompt [B] -> what a step needs of them.
-
-    Args: seen: the target's view, if it was kept; unroll: steps, None for the recipe's.
-    """
-    row, live = eagle_loss.supervise(length, prompt, tokens.shape[1], unroll or recipe.unroll)
-    if seen is None:
-        seen = eagle_loss.observe(target, recipe.cfg.taps, tokens)
-    return eagle_loss.prepare(target, target_id, tokens, seen, row, live)
-
-
-def head_of(recipe: HeadRecipe, train: TrainState, dtype: torch.dtype) -> eagle.HeadParams:
-    """The head that a state stands for."""
-    return eagle_loss.assemble(train.params, train.target_id, train.scale, dtype)
 
 
 def evaluate(
@@ -119,7 +42,7 @@ def evaluate(
 
     The replayed length is exact for this data; see `rehearsal.accepted_length`.
     """
-    head = head_of(recipe, train, recipe.dtype)
+    head = eagle_step.head_of(train, recipe.dtype)
     embed, rows = target.params.embed, eagle_loss.output_rows(target, train.target_id)
     seen = torch.zeros(2, recipe.unroll)
     emitted = rounds = count = 0
@@ -127,7 +50,7 @@ def evaluate(
     for start in range(0, len(ordered), config.batch):
         chosen = ordered[start : start + config.batch]
         tokens, length, prompt = eagle_data.collate(data, chosen, config.max_len, embed.device)
-        batch = look_at(target, recipe, train.target_id, tokens, length, prompt)
+        batch = eagle_step.make_batch(target, recipe, train.target_id, tokens, length, prompt)
         with torch.no_grad():
             _, info = eagle_loss.loss(head, recipe.cfg, embed, rows, batch)
             hit = eagle_loss.drafted(head, recipe.cfg, embed, rows, batch)
@@ -164,7 +87,7 @@ def fit(
         if on_step:
             on_step(step)
         batch, epoch = batch_of(step)
-        train, info = train_step(target, recipe, optimize, train, batch)
+        train, info = eagle_step.train_step(target, recipe, optimize, train, batch)
         tokens_seen += batch.tokens.numel()
         last = step + 1 == config.steps
         line: dict[str, Any] = {}
@@ -181,7 +104,7 @@ def fit(
             run_files.append(log, {"step": step + 1, "epoch": epoch} | line | rate)
         if last or (step + 1) % config.save_every == 0:
             run_files.save_state(path, train, about)
-    head = head_of(recipe, train, torch.float32)
+    head = eagle_step.head_of(train, torch.float32)
     eagle_head.write_folder(config.out, head, recipe.cfg, target, weights.PRECISIONS[config.head_dtype])
     return recipe.cfg, head
 
@@ -196,7 +119,7 @@ def begin(
     cfg = eagle_head.config_for(target, taps, size, config.intermediate or target.cfg.intermediate_size)
     recipe = HeadRecipe(cfg=cfg, unroll=config.unroll, decay=config.decay, dtype=target.params.embed.dtype)
     tokens, _, _ = eagle_data.collate(data, members[: config.batch], config.max_len, target_id.device)
-    return recipe, init(target, recipe, optimize, target_id, tokens, config.lm_head == "own", config.seed)
+    return recipe, eagle_step.init(target, recipe, optimize, target_id, tokens, config.lm_head == "own", config.seed)
 
 
 def batches_by_step(
@@ -222,7 +145,7 @@ def batches_by_step(
         tokens, length, prompt = eagle_data.collate(data, chosen, config.max_len, target_id.device)
         seen = eagle_data.recall(kept, [start[i] for i in chosen], tokens) if kept else None
         unroll = min(SHORT, config.unroll) if step < config.short_steps else config.unroll
-        return look_at(target, recipe, target_id, tokens, length, prompt, seen, unroll), step / per_epoch
+        return eagle_step.make_batch(target, recipe, target_id, tokens, length, prompt, seen, unroll), step / per_epoch
 
     return batch_of
 
