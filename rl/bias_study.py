@@ -151,7 +151,7 @@ def fit(study: Study, correction: str, seed: int, progress: bool = False) -> dic
     for step in tqdm(range(study.steps), desc=f"{correction} {seed}", disable=not progress):
         drawn = ns.generate(policy, [PROMPT] * study.samples, sampling(study, seed, step), engine=engine)
         table = table - study.rate * gradient(policy, table, recipe, drawn)
-        # Written into the tensor that the engine serves, as `policy.publish` does: a captured graph reads that one.
+        # Written into the tensor that the engine serves, as `policy.publish_` does: a captured graph reads that one.
         model.output_head(policy.params).copy_(head_of(table))
         p = table.double().softmax(0)
         path.append(distance(p, best))

@@ -1,7 +1,8 @@
 """The draft of a run: none, a copy of the policy that is refreshed now and then, a head, or a head that keeps learning.
 
 The engine drafts with `ns.Draft.params`; whatever changes them writes into these tensors, so that captured graphs stay
-valid. Nothing here reaches the policy: a copy has its own storage, and a head is differentiated alone.
+valid: its name ends in `_`. Nothing here reaches the policy: a copy has its own storage, and a head is differentiated
+alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -63,32 +64,33 @@ def begin(model: ns.Model, draft: ns.Draft | None, upkeep: Upkeep, tokens: Tenso
     return DraftState(zero, zero.clone(), draft.params if draft and upkeep.refresh else (), train)
 
 
-def restore(draft: ns.Draft | None, upkeep: Upkeep, saved: DraftState) -> DraftState:
-    """Put a saved state's weights in front of the engine."""
+def restore_(draft: ns.Draft | None, upkeep: Upkeep, saved: DraftState) -> DraftState:
+    """Serve a saved state's weights: overwrites `draft.params`."""
     if draft is None:
         return saved
     if upkeep.refresh:
-        write(draft.params, saved.weights)
+        write_(draft.params, saved.weights)
     if upkeep.recipe:
-        serve(draft, upkeep.recipe, saved.train)
+        serve_(draft, upkeep.recipe, saved.train)
     return struct.replace(saved, weights=draft.params if upkeep.refresh else ())
 
 
-def refresh(draft: ns.Draft | None, upkeep: Upkeep, state: DraftState, policy: ns.Model, version: int) -> DraftState:
-    """After the policy's update to `version`: copy it if it is time."""
+def refresh_(draft: ns.Draft | None, upkeep: Upkeep, state: DraftState, policy: ns.Model, version: int) -> DraftState:
+    """After the policy's update to `version`: overwrite `draft.params`, and so `state.weights`, if it is time."""
     if draft is None or not upkeep.refresh or version % upkeep.refresh:
         return state
-    write(draft.params, policy.params)
+    write_(draft.params, policy.params)
     now = torch.full_like(state.version, version)
     return struct.replace(state, version=now, changed=now.clone())
 
 
-def learn(
+def learn_(
     draft: ns.Draft | None, upkeep: Upkeep, state: DraftState, policy: ns.Model, batches: Sequence[Batch], version: int
 ) -> tuple[DraftState, list[float]]:
     """An update of a head that trains for every batch, and the first step's cross-entropy [nats] before each.
 
-    Soft cross-entropy to the policy's own logits at what it really wrote; gradients reach the head alone.
+    Soft cross-entropy to the policy's own logits at what it really wrote; gradients reach the head alone. Overwrites
+    `draft.params`, nothing of `state`.
     """
     if draft is None or upkeep.recipe is None or upkeep.optimize is None:
         return state, []
@@ -96,7 +98,7 @@ def learn(
     for batch in batches:
         train, info = eagle_step.train_step(policy, upkeep.recipe, upkeep.optimize, train, batch)
         losses.append(float(info["loss"][0]))
-    serve(draft, upkeep.recipe, train)
+    serve_(draft, upkeep.recipe, train)
     made = state.version + len(losses)
     return struct.replace(state, version=made, changed=torch.full_like(made, version), train=train), losses
 
@@ -114,25 +116,28 @@ def supervised(
         yield eagle_loss.prepare(policy, state.train.target_id, batch.tokens, view, row, live)
 
 
-def serve(draft: ns.Draft, recipe: HeadRecipe, train: TrainState) -> None:
-    """Write a head that trains into the served one."""
+def serve_(draft: ns.Draft, recipe: HeadRecipe, train: TrainState) -> None:
+    """Serve a head that trains: overwrites `draft.params`."""
     made = eagle_step.head_of(train, recipe.dtype)
-    write(eagle_loss.trainable(draft.params), eagle_loss.trainable(made))
+    write_(eagle_loss.trainable(draft.params), eagle_loss.trainable(made))
 
 
-def write(into: Any, weights: Any) -> None:
-    """Copy a pytree's values into the tensors of another of the same structure."""
+def write_(into: Any, weights: Any) -> None:
+    """Overwrite the tensors of a pytree with the values of another of the same structure."""
     for mine, theirs in zip(pytree.tree_leaves(into), pytree.tree_leaves(weights), strict=True):
         mine.copy_(theirs)
 
 
-def together(optimize: Optimizer, add: Callable[[Any], None], ranks: int) -> Optimizer:
-    """An optimizer whose gradients are the mean over the ranks."""
+def data_parallel(optimize: Optimizer, add_: Callable[[Any], None], ranks: int) -> Optimizer:
+    """An optimizer whose gradients are the mean over the ranks; its update overwrites those given with their sum.
+
+    Args: add_: overwrites every leaf with its sum over the ranks.
+    """
     if ranks == 1:
         return optimize
 
-    def update(grads: Any, adam: Any, params: Any) -> Any:
-        add(grads)
+    def update_(grads: Any, adam: Any, params: Any) -> Any:
+        add_(grads)
         return optimize.update(pytree.tree_map(lambda x: x / ranks, grads), adam, params)
 
-    return Optimizer(optimize.init, update)
+    return Optimizer(optimize.init, update_)

@@ -61,7 +61,11 @@ class Setting:
 
 @struct.state
 class RunState:
-    """What a run carries from step to step, and a checkpoint holds."""
+    """What a run carries from step to step, and a checkpoint holds.
+
+    Where the served weights are fp32 `policy.master` is these tensors, and `draft.weights` is those of a copy that is
+    refreshed: a step overwrites both, so only the newest state of a run may be used.
+    """
 
     policy: PolicyState
     draft: DraftState
@@ -72,8 +76,8 @@ class RunState:
         return int(self.policy.adam.count)
 
 
-def train_step(setting: Setting, state: RunState) -> tuple[RunState, dict[str, Any]]:
-    """One step: the new state, and its line of the log."""
+def train_step_(setting: Setting, state: RunState) -> tuple[RunState, dict[str, Any]]:
+    """One step: the new state, and its line of the log. Overwrites the engine's weights: the policy's, the draft's."""
     config, served = setting.config, setting.engine.model
     clock = [time.perf_counter()]
     rollouts = collect(setting, state)
@@ -89,7 +93,7 @@ def train_step(setting: Setting, state: RunState) -> tuple[RunState, dict[str, A
     scale = policy_loss.token_scale(config.loss, length, config.max_tokens)[tokens.sequence]
     clock.append(time.perf_counter())
 
-    draft, losses = teach(setting, state, seen)
+    draft, losses = teach_(setting, state, seen)
     clock.append(time.perf_counter())
 
     def objective(logp: Tensor, at: Tensor) -> Tensor:
@@ -100,8 +104,8 @@ def train_step(setting: Setting, state: RunState) -> tuple[RunState, dict[str, A
     telling = [i for i in own_sequences(setting) if config.kl_beta or not flat[i // config.group]]
     grads, loss = policy.gradient(served, micros(setting, rollouts, telling), config.temperature, objective)
     ranks.add_(setting.ranks, (grads, loss))
-    trained, norm = policy.update(served.params, state.policy, setting.optimize, grads)
-    draft = drafts.refresh(setting.engine.draft, setting.upkeep, draft, served, state.step + 1)
+    trained, norm = policy.update_(served.params, state.policy, setting.optimize, grads)
+    draft = drafts.refresh_(setting.engine.draft, setting.upkeep, draft, served, state.step + 1)
     clock.append(time.perf_counter())
 
     line = grpo_log.of_rollouts(rollouts, clock) | grpo_log.of_tokens(config, tokens, known, weights)
@@ -145,14 +149,17 @@ def look(setting: Setting, rollouts: Experience) -> tuple[list[tuple[Micro, Scor
     return seen, Known(*known.to(served.params.embed.device))
 
 
-def teach(setting: Setting, state: RunState, seen: Sequence[tuple[Micro, Scored]]) -> tuple[DraftState, list[float]]:
-    """Train the head on the rollouts, if it is to learn. Ranks make as many updates as the one with fewest batches."""
+def teach_(setting: Setting, state: RunState, seen: Sequence[tuple[Micro, Scored]]) -> tuple[DraftState, list[float]]:
+    """Train the head on the rollouts, if it is to learn; overwrites the served one.
+
+    Ranks make as many updates as the one with fewest batches.
+    """
     upkeep, served = setting.upkeep, setting.engine.model
     if upkeep.recipe is None:
         return state.draft, []
     fewest = min(ranks.gather(setting.ranks, len(seen)))
     batches = list(drafts.supervised(served, upkeep, state.draft, seen[:fewest]))
-    return drafts.learn(setting.engine.draft, upkeep, state.draft, served, batches, state.step)
+    return drafts.learn_(setting.engine.draft, upkeep, state.draft, served, batches, state.step)
 
 
 def evaluate(setting: Setting, state: RunState) -> dict[str, Any]:
@@ -173,8 +180,11 @@ def evaluate(setting: Setting, state: RunState) -> dict[str, Any]:
 Hook = Callable[[str, int], None]  # what is about to be done, and in which step: tests end a run there
 
 
-def fit(setting: Setting, state: RunState, about: dict[str, Any], on: Hook = lambda what, step: None) -> RunState:
-    """Train from `state` to the last step, with a log line after each and a checkpoint after some."""
+def fit_(setting: Setting, state: RunState, about: dict[str, Any], on: Hook = lambda what, step: None) -> RunState:
+    """Train from `state` to the last step, with a log line after each and a checkpoint after some.
+
+    Overwrites what `train_step_` does.
+    """
     config, first, resumed = setting.config, setting.ranks.first, state.step > 0
     wanted = alarm.served(setting.engine)
     todo = range(state.step + 1, config.steps + 1)
@@ -182,7 +192,7 @@ def fit(setting: Setting, state: RunState, about: dict[str, Any], on: Hook = lam
         for step in bar:
             on("rollout", step)
             alarm.check(setting.engine, setting.ranks, wanted, state.step, int(state.draft.version))
-            state, line = train_step(setting, state)
+            state, line = train_step_(setting, state)
             alarm.check_bits(setting.engine, line)
             wanted, last = alarm.served(setting.engine), step == config.steps
             evaluated = setting.task.held_out and config.eval_every and (last or step % config.eval_every == 0)
@@ -223,7 +233,7 @@ def begin(served: ns.Model, draft: ns.Draft | None, task: Task, config: GrpoConf
     if draft and config.draft_train:
         add = functools.partial(ranks.add_, world)
         upkeep = drafts.trained(
-            draft, config.spec_depth, drafts.together(rate(config.draft_lr), add, world.size), served
+            draft, config.spec_depth, drafts.data_parallel(rate(config.draft_lr), add, world.size), served
         )
     first = pytree.tree_map(torch.clone, served.params)
     return Setting(config, world, task, engine, first, grpo_config.recipe(config), rate(config.lr), upkeep)
@@ -239,16 +249,17 @@ def init(setting: Setting) -> RunState:
     )
 
 
-def resume(setting: Setting, state: RunState, about: dict[str, Any]) -> RunState:
+def resume_(setting: Setting, state: RunState, about: dict[str, Any]) -> RunState:
     """The state of --out's checkpoint, served; without a checkpoint `state`. The log goes on from there.
 
+    Overwrites the engine's weights, the policy's and the draft's.
     Errors: ValueError naming the option that differs, or a file that is no checkpoint.
     """
     log, path = setting.config.out / "log.jsonl", setting.config.out / "state.safetensors"
     if path.exists():
         state = run_files.load_state(path, state, lambda saved: run_files.same_run(saved, about, path))
-        master = policy.publish(setting.engine.model.params, state.policy.master)
-        draft = drafts.restore(setting.engine.draft, setting.upkeep, state.draft)
+        master = policy.publish_(setting.engine.model.params, state.policy.master)
+        draft = drafts.restore_(setting.engine.draft, setting.upkeep, state.draft)
         state = RunState(policy=struct.replace(state.policy, master=master), draft=draft)
     ranks.gather(setting.ranks, None)  # nobody writes before everybody has read
     if setting.ranks.first and log.exists():
@@ -260,7 +271,7 @@ def run(config: GrpoConfig, world: Ranks, on: Hook = lambda what, step: None) ->
     """Load, begin or resume, train.
 
     Errors: ValueError that begins with the field, before anything is loaded; ValueError, FileNotFoundError as `begin`,
-      `resume` and the loaders.
+      `resume_` and the loaders.
     """
     config.validate()
     grpo_config.check_surroundings(config, world.size)
@@ -274,7 +285,7 @@ def run(config: GrpoConfig, world: Ranks, on: Hook = lambda what, step: None) ->
     if world.first:
         config.out.mkdir(parents=True, exist_ok=True)
     if config.resume:
-        state = resume(setting, state, about)
+        state = resume_(setting, state, about)
     log = config.out / "log.jsonl"
     if world.first and not (log.exists() and run_files.read_lines(log)):
         own = () if state.policy.master is loaded.params else state.policy.master
@@ -282,7 +293,7 @@ def run(config: GrpoConfig, world: Ranks, on: Hook = lambda what, step: None) ->
         held |= {"draft": setting.engine.params.draft, "draft_training": state.draft.train}
         header = grpo_log.header(config, loaded, about, held)
         run_files.write_lines(log, [header])
-    return fit(setting, state, about, on)
+    return fit_(setting, state, about, on)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

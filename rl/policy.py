@@ -170,21 +170,21 @@ def gradient(
 
 
 @torch.no_grad()
-def update(
+def update_(
     served: model.Params, state: PolicyState, optimize: Optimizer, grads: model.Params
 ) -> tuple[PolicyState, Tensor]:
-    """One AdamW update, written into `served`: the new state and the gradient's norm [] before clipping.
+    """One AdamW update: the new state and the gradient's norm [] before clipping. Overwrites `served`.
 
     Errors: RunError for a gradient that is not finite; nothing has changed then.
     """
     master, adam, norm = optimize.update(grads, state.adam, state.master)
     if not norm.isfinite():
         raise RunError("the gradient is not finite")
-    return PolicyState(master=publish(served, master), adam=adam), norm
+    return PolicyState(master=publish_(served, master), adam=adam), norm
 
 
-def publish(served: model.Params, master: model.Params) -> model.Params:
-    """Write weights into the served tensors. Returns the master: the served tensors themselves where they are fp32."""
+def publish_(served: model.Params, master: model.Params) -> model.Params:
+    """Overwrite `served` with weights. Returns the master: the served tensors themselves where they are fp32."""
     leaves = pytree.tree_leaves(served)
     for into, value in zip(leaves, pytree.tree_leaves(master), strict=True):
         into.copy_(value)

@@ -164,7 +164,7 @@ def test_the_update_is_in_place_and_the_engine_serves_it(folder, tmp_path):
     places, before = [x.data_ptr() for x in leaves], pytree.tree_map(torch.clone, draft.params)
     versions = []
     for step in (1, 2):
-        state, line = grpo.train_step(setting, state)
+        state, line = grpo.train_step_(setting, state)
         versions.append((line["policy_version"], line["draft_version"], line["draft_age"]))
         assert bytes_equal(draft.params, before) == (step == 1)
         assert bytes_equal(draft.params, engine.model.params) == (step == 2)
@@ -196,9 +196,9 @@ def test_an_engine_that_samples_with_old_weights_is_noticed(folder, tmp_path):
     setting, state = setting_of(folder, tmp_path, "")
     old = dataclasses.replace(setting.engine.model, params=pytree.tree_map(torch.clone, setting.engine.model.params))
     stale = ns.prepare(old, None, ns.EngineConfig(max_slots=6, max_context=20))
-    state, _ = grpo.train_step(setting, state)
+    state, _ = grpo.train_step_(setting, state)
     stale.model = setting.engine.model  # says that it serves the policy, and does not
-    _, line = grpo.train_step(dataclasses.replace(setting, engine=stale), state)
+    _, line = grpo.train_step_(dataclasses.replace(setting, engine=stale), state)
     assert line["exact_share"] < 0.5
     with pytest.raises(RuntimeError, match="step 2: the engine sampled with other weights than the trainer's"):
         alarm.check_bits(stale, line)
@@ -268,7 +268,7 @@ def test_held_out_problems_are_answered_greedily_by_the_updated_policy(folder, t
     assert [None if found is None else found["n"] for found in evals] == [None, 5, 5]
     setting, state = setting_of(folder, tmp_path / "other", f"{POWER} --eval-limit 5")
     for _ in range(3):
-        state, _ = grpo.train_step(setting, state)
+        state, _ = grpo.train_step_(setting, state)
     task = setting.task
     done = ns.generate(setting.engine.model, [list(p.prompt) for p in task.held_out[:5]], ns.Sampling(max_tokens=6))
     rewards = [task.reward(p, None, one.tokens).value for p, one in zip(task.held_out, done, strict=False)]

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import nanospec_fn as ns
-from nanospec_fn.struct import bytes_equal
+from nanospec_fn.struct import bytes_equal, leaf_names
 from rl import drafts, eagle_loss, grpo, grpo_options, policy
 from rl.ranks import Ranks
 from tests import tiny
@@ -41,7 +41,8 @@ def train(target: Path, out: Path, more: str, on=lambda what, step: None) -> tup
 
 
 def setting_of(target: Path, out: Path, more: str) -> tuple[grpo.Setting, grpo.RunState]:
-    args, model = options(target, out, more), ns.load(str(target), device="cpu")
+    args = options(target, out, more)
+    model = ns.load(str(target), device="cpu", dtype=args.dtype)
     setting = grpo.begin(model, ns.load_draft(args.draft, model), grpo.tasks.load("toy", model, 0), args, Ranks())
     return setting, grpo.init(setting)
 
@@ -71,13 +72,13 @@ def test_a_head_learns_in_its_place_and_starts_as_it_was_loaded(target, head, tm
     setting, state = setting_of(target, tmp_path, f"--draft eagle:{head} {LEARN}")
     served = setting.engine.draft.params
     loaded, places = pytree.tree_map(torch.clone, served), [x.data_ptr() for x in pytree.tree_leaves(served)]
-    drafts.serve(setting.engine.draft, setting.upkeep.recipe, state.draft.train)
+    drafts.serve_(setting.engine.draft, setting.upkeep.recipe, state.draft.train)
     for mine, theirs in zip(pytree.tree_leaves(served), pytree.tree_leaves(loaded), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
     assert float(state.draft.train.scale.max()) > 0
     assert not torch.equal(state.draft.train.scale, torch.ones_like(state.draft.train.scale))
     started = pytree.tree_map(torch.clone, served)
-    grpo.train_step(setting, state)
+    grpo.train_step_(setting, state)
     assert not bytes_equal(served, started)
     assert torch.equal(served.target_id, loaded.target_id)
     assert [x.data_ptr() for x in pytree.tree_leaves(served)] == places
@@ -100,6 +101,27 @@ def test_a_head_learns_from_what_the_policy_makes_of_the_rollouts(target, head, 
         torch.testing.assert_close(found.target, expected.target, rtol=1e-4, atol=1e-6)
         inside = torch.arange(micro.tokens.shape[1]) < micro.length[:, None]
         torch.testing.assert_close(found.taps[inside], expected.taps[inside], rtol=1e-4, atol=1e-4)
+
+
+OVERWRITTEN = {
+    "": (".policy.master",),
+    "--dtype bf16": (),
+    "--draft frozen --draft-refresh 1": (".policy.master", ".draft.weights"),
+    "--draft frozen --draft-refresh 2": (".policy.master",),
+    "--draft frozen --draft-refresh 1 --dtype bf16": (".draft.weights",),
+    f"--draft eagle:HEAD {LEARN}": (".policy.master",),
+}
+
+
+@pytest.mark.parametrize("more, parts", OVERWRITTEN.items(), ids=OVERWRITTEN)
+def test_a_step_overwrites_what_is_served_and_nothing_else_of_its_state(target, head, tmp_path, more, parts):
+    """By their bytes, and all of those parts. Catches: moments, an fp32 master or a version that are updated in place,
+    so that a state which is kept is none; served weights that a step leaves in other storage."""
+    setting, state = setting_of(target, tmp_path, more.replace("HEAD", str(head)))
+    before = pytree.tree_map(torch.clone, state)
+    grpo.train_step_(setting, state)
+    pairs = list(zip(leaf_names(state), pytree.tree_leaves(before), pytree.tree_leaves(state), strict=True))
+    assert [name for name, *two in pairs if not bytes_equal(*two)] == [n for n, *_ in pairs if n.startswith(parts)]
 
 
 class Killed(Exception):

@@ -60,7 +60,7 @@ def test_groups_without_signal_change_nothing(folder, tmp_path, group):
     model = ns.load(str(folder), device="cpu")
     setting, state = begin(model, tmp_path, scripted([0.1]), f"--group {group}")
     before = model.params.embed.clone()
-    state, line = grpo.train_step(setting, state)
+    state, line = grpo.train_step_(setting, state)
     assert (line["groups"], line["groups_with_signal"], line["loss"], line["grad_norm"]) == (2, 0, 0, 0)
     assert torch.equal(model.params.embed, before)
     assert state.step == 1
@@ -74,7 +74,7 @@ def test_a_flat_group_stays_in_the_denominator(folder, tmp_path):
         setting, state = begin(model, tmp_path, scripted([1, 0, 0.5, 0.5]), f"--loss {loss}")
         rollouts = grpo.collect(setting, state)
         lengths = rollouts.lengths
-        _, line = grpo.train_step(setting, state)
+        _, line = grpo.train_step_(setting, state)
         assert line["groups_with_signal"] == 1
         assert line["grad_norm"] > 0
         norms[loss] = line["grad_norm"], lengths
@@ -112,7 +112,7 @@ def test_completions_that_end_at_once(tmp_path, ids):
         for x in ns.score(model, prompt, one.tokens, ns.Sampling(temperature=1.0))
     ]
     assert known.old.tolist() == expected == tokens.target.tolist()
-    state, line = grpo.train_step(setting, state)
+    state, line = grpo.train_step_(setting, state)
     assert line["exact_share"] == 1
     assert line["tokens"] == sum(lengths)
     assert line["truncated"] == sum(one.finish_reason == "length" for one in rollouts.completions) / 32
@@ -139,7 +139,7 @@ def test_a_step_whose_completions_are_all_empty_ends_well(folder, tmp_path):
 def test_every_token_carries_the_versions_that_sampled_it(folder, tmp_path):
     model = ns.load(str(folder), device="cpu")
     setting, state = begin(model, tmp_path, scripted([1, 0]))
-    state, _ = grpo.train_step(setting, state)
+    state, _ = grpo.train_step_(setting, state)
     tokens = experience.tokens_of(grpo.collect(setting, state), torch.device("cpu"))
     assert set(tokens.policy_version.tolist()) == {1}
     assert set(tokens.draft_version.tolist()) == {-1}
@@ -330,7 +330,7 @@ def test_no_step_draws_what_another_drew(folder, tmp_path):
     drawn = []
     for _ in range(3):
         drawn += [tuple(one.tokens) for one in grpo.collect(setting, state).completions]
-        state, _ = grpo.train_step(setting, state)
+        state, _ = grpo.train_step_(setting, state)
     assert len(set(drawn)) == len(drawn) == 18
 
 

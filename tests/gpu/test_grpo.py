@@ -34,7 +34,7 @@ def test_the_trainer_has_the_engines_bits(tmp_path, more):
     """Point 7 of the issue. Catches: a forward pass with other kernels, a graph that serves old weights (C17)."""
     setting, state = begin(tmp_path, more)
     for _ in range(4):
-        state, line = grpo.train_step(setting, state)
+        state, line = grpo.train_step_(setting, state)
         assert (line["exact_share"], line["kl_mean_gap"]) == (1, 0)
         assert line["grad_norm"] > 0
         if not more:
@@ -49,7 +49,7 @@ def test_captured_graphs_serve_the_updated_weights(tmp_path):
     sampling = [ns.Sampling(max_tokens=12, temperature=1.0, seed=i) for i in range(4)]
     seen = []
     for _ in range(3):
-        state, _ = grpo.train_step(setting, state)
+        state, _ = grpo.train_step_(setting, state)
         copy = dataclasses.replace(model, params=pytree.tree_map(torch.clone, model.params))
         mine = ns.generate(model, prompts, sampling, engine=setting.engine)
         fresh = ns.generate(copy, prompts, sampling)
@@ -66,16 +66,16 @@ def test_resume_has_the_same_bits_under_deterministic_algorithms(tmp_path):
         for stop in (4, 2):
             setting, state = begin(tmp_path, POWER)
             for _ in range(stop):
-                state, _ = grpo.train_step(setting, state)
+                state, _ = grpo.train_step_(setting, state)
             states.append(state)
         run_files.save_state(path, states[1], {})
         setting, state = begin(tmp_path, POWER)
         loaded = run_files.load_state(path, state, lambda about: None)
-        master = policy.publish(setting.engine.model.params, loaded.policy.master)
-        draft = grpo.drafts.restore(setting.engine.draft, setting.upkeep, loaded.draft)
+        master = policy.publish_(setting.engine.model.params, loaded.policy.master)
+        draft = grpo.drafts.restore_(setting.engine.draft, setting.upkeep, loaded.draft)
         state = grpo.RunState(policy=dataclasses.replace(loaded.policy, master=master), draft=draft)
         for _ in range(2):
-            state, _ = grpo.train_step(setting, state)
+            state, _ = grpo.train_step_(setting, state)
         assert bytes_equal(state, states[0])
     finally:
         torch.use_deterministic_algorithms(False)
