@@ -215,11 +215,11 @@ def checked(parser: argparse.ArgumentParser, make: Callable[..., C], options: Ma
     try:
         made.validate()
     except ValueError as error:
-        parser.error(told(error, {field: option for field, (option, _) in options.items()}))
+        parser.error(error_line(error, {field: option for field, (option, _) in options.items()}))
     return made
 
 
-def told(error: Exception, options: Mapping[str, str]) -> str:
+def error_line(error: Exception, options: Mapping[str, str]) -> str:
     """An error in one line, under the option of the field whose name it begins with.
 
     "lr must be 1" becomes "argument --lr: lr must be 1", and "draft: gone" becomes "argument --draft: gone".

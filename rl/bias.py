@@ -14,12 +14,12 @@ import torch
 import nanospec_fn as ns
 from nanospec_fn import arguments, files, jsonl
 from rl import bias_report, bias_study, plot
-from rl.bias_study import BETA, CONTEXT, CORRECTIONS, FIRST, PROMPT, REWARD, Study
+from rl.bias_study import BETA, CONTEXT, CORRECTIONS, PROMPT, REFERENCE, REWARD, Study
 
 
 def header(study: Study, seeds: int) -> dict[str, Any]:
     """The first line of a study's file."""
-    task = {"first": FIRST, "reward": REWARD, "beta": BETA, "optimum": bias_study.optimum().tolist()}
+    task = {"first": REFERENCE, "reward": REWARD, "beta": BETA, "optimum": bias_study.optimum().tolist()}
     versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
     return {"header": {"study": asdict(study), "seeds": seeds, "task": task, "versions": versions}}
 

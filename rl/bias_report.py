@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl import bias_study
-from rl.bias_study import FIRST, Study
+from rl.bias_study import REFERENCE, Study
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -39,7 +39,7 @@ def picture(lines: Sequence[Mapping[str, Any]]) -> Any:
     left, right = figure.subplots(1, 2)
     corrections = list(dict.fromkeys(line["correction"] for line in lines[1:]))
     width = 0.8 / (len(corrections) + 1)
-    ids = range(len(FIRST))
+    ids = range(len(REFERENCE))
     right.bar(
         [i - 0.4 + width / 2 for i in ids], bias_study.optimum().tolist(), width, color="0.3", label="the optimum"
     )

@@ -20,7 +20,7 @@ import nanospec_fn as ns
 from nanospec_fn import filters, model, struct
 from rl import policy_loss
 
-FIRST = (0.3, 0.25, 0.15, 0.1, 0.1, 0.1)  # pi_0; the draft proposes token 0
+REFERENCE = (0.3, 0.25, 0.15, 0.1, 0.1, 0.1)  # pi_0; the draft proposes token 0
 REWARD = (1.0, 0.2, 0.4, 0.6, 0.8, 0.0)  # r; token 0 is the best, so a sampler that prefers it looks like a good policy
 BETA = 0.4
 PROMPT = [0]
@@ -45,13 +45,13 @@ class Study:
 
 def optimum() -> Tensor:
     """[V] float64: pi*, at which r - beta log(pi / pi_0) is the same for every token."""
-    return (torch.tensor(FIRST).double().log() + torch.tensor(REWARD).double() / BETA).softmax(0)
+    return (torch.tensor(REFERENCE).double().log() + torch.tensor(REWARD).double() / BETA).softmax(0)
 
 
 def objective(p: Tensor) -> float:
     """What a token of policy p [V] is worth: its expected reward less beta KL(p || pi_0)."""
-    reward, first = torch.tensor(REWARD).double(), torch.tensor(FIRST).double()
-    return float((p * (reward - BETA * (p / first).log())).sum())
+    reward, reference = torch.tensor(REWARD).double(), torch.tensor(REFERENCE).double()
+    return float((p * (reward - BETA * (p / reference).log())).sum())
 
 
 def distance(p: Tensor, q: Tensor) -> float:
@@ -61,7 +61,7 @@ def distance(p: Tensor, q: Tensor) -> float:
 
 def init() -> ns.Model:
     """The policy of step 0: a Llama whose one layer adds nothing to a stream of ones."""
-    vocab = len(FIRST)
+    vocab = len(REFERENCE)
     cfg = model.Config(
         vocab_size=vocab,
         hidden_size=EMBED,
@@ -86,7 +86,7 @@ def init() -> ns.Model:
         down=zeros,
         down_bias=(),
     )
-    head = head_of(torch.tensor(FIRST).log())
+    head = head_of(torch.tensor(REFERENCE).log())
     params = model.Params(embed=torch.ones(vocab, EMBED), layers=(layer,), norm=ones, head=head)
     return ns.Model(cfg, params, name="table")
 
@@ -126,14 +126,14 @@ def gradient(policy: ns.Model, table: Tensor, recipe: policy_loss.Recipe, drawn:
     behaviour = torch.tensor([one.behaviour_logp for one in drawn])[:, 1:].flatten()
     worth, n = torch.tensor(REWARD)[tokens].sum(1), len(drawn)
     advantage = ((worth - worth.mean()) * n / (n - 1)).repeat_interleave(tokens.shape[1])
-    first, tokens = torch.tensor(FIRST).log()[tokens].flatten(), tokens.flatten()
+    ref_logp, tokens = torch.tensor(REFERENCE).log()[tokens].flatten(), tokens.flatten()
     old = log_probs(policy, table)[tokens]
     weights = policy_loss.correct(recipe, old, behaviour, advantage)
     scale = torch.full_like(advantage, 1 / len(advantage))
 
     def loss(table: Tensor) -> Tensor:
         logp = log_probs(policy, table)[tokens]
-        return policy_loss.loss(recipe, logp, old, first, advantage, weights, scale)
+        return policy_loss.loss(recipe, logp, old, ref_logp, advantage, weights, scale)
 
     with torch.enable_grad():
         return torch.func.grad(loss)(table)
@@ -146,8 +146,8 @@ def fit(study: Study, correction: str, seed: int, progress: bool = False) -> dic
     draft, chain = ns.load_draft("frozen", policy), ns.Speculation(top_k=1, depth=study.depth)
     engine = ns.prepare(policy, draft, sizes(study), chain)
     recipe = policy_loss.Recipe(correction=correction, is_clip=study.is_clip, loss="dapo", kl_beta=BETA)
-    table, best, path = torch.tensor(FIRST).log(), optimum(), []
-    average = torch.zeros(len(FIRST), dtype=torch.float64)
+    table, best, path = torch.tensor(REFERENCE).log(), optimum(), []
+    average = torch.zeros(len(REFERENCE), dtype=torch.float64)
     for step in tqdm(range(study.steps), desc=f"{correction} {seed}", disable=not progress):
         drawn = ns.generate(policy, [PROMPT] * study.samples, sampling(study, seed, step), engine=engine)
         table = table - study.rate * gradient(policy, table, recipe, drawn)
@@ -167,13 +167,13 @@ def expected_end(study: Study, correction: str) -> Tensor:
 
     mu of `power` with the one candidate 0: p^alpha for it, the rest in proportion (docs/promises.md).
     """
-    first, reward = torch.tensor(FIRST).double(), torch.tensor(REWARD).double()
-    table = first.log()
+    reference, reward = torch.tensor(REFERENCE).double(), torch.tensor(REWARD).double()
+    table = reference.log()
     for _ in range(SETTLED):
         p = table.softmax(0)
         mu = p * (1 - p[0] ** study.alpha) / (1 - p[0])
         mu[0] = p[0] ** study.alpha
         w = {"none": torch.ones_like(p), "exact": p / mu, "clipped": (p / mu).clamp_max(study.is_clip)}[correction]
-        term = mu * w * (reward - (mu * reward).sum() - BETA * (p / first).log())
+        term = mu * w * (reward - (mu * reward).sum() - BETA * (p / reference).log())
         table = table + study.rate * (term - p * term.sum())
     return table.softmax(0)

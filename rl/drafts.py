@@ -19,7 +19,7 @@ from rl import eagle_loss, eagle_step
 from rl.eagle_loss import Batch, Seen
 from rl.eagle_step import HeadRecipe, TrainState
 from rl.optimizer import Optimizer
-from rl.policy import Micro, Scored
+from rl.policy import MicroBatch, Scored
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,15 @@ def learn_(
 
 
 def supervised(
-    policy: ns.Model, upkeep: Upkeep, state: DraftState, seen: Sequence[tuple[Micro, Scored]]
+    policy: ns.Model, upkeep: Upkeep, state: DraftState, scored: Sequence[tuple[MicroBatch, Scored]]
 ) -> Iterator[Batch]:
     """What a head learns from: a batch for every microbatch that the policy has scored, whose streams it kept."""
     if upkeep.recipe is None:
         return
-    for batch, scored in seen:
+    for batch, one in scored:
         row, live = eagle_loss.supervise(batch.length, batch.prompt, batch.tokens.shape[1], upkeep.recipe.unroll)
-        best = torch.zeros_like(batch.tokens.flatten()).index_put((batch.row,), scored.best).view(batch.tokens.shape)
-        view = Seen(taps=scored.taps, x=scored.x, best=best)
+        best = torch.zeros_like(batch.tokens.flatten()).index_put((batch.row,), one.best).view(batch.tokens.shape)
+        view = Seen(taps=one.taps, x=one.x, best=best)
         yield eagle_loss.prepare(policy, state.train.target_id, batch.tokens, view, row, live)
 
 

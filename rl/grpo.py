@@ -39,7 +39,7 @@ from rl.experience import EVALUATE, Experience, Order, Version
 from rl.grpo_config import GrpoConfig
 from rl.grpo_log import Known
 from rl.optimizer import Optimizer
-from rl.policy import Micro, PolicyState, Scored
+from rl.policy import MicroBatch, PolicyState, Scored
 from rl.policy_loss import Recipe
 from rl.ranks import Ranks
 from rl.tasks import Task
@@ -53,7 +53,7 @@ class Setting:
     ranks: Ranks
     task: Task
     engine: ns.Engine  # serves the policy's weights and the draft's
-    first: model.Params  # the policy of step 0
+    reference: model.Params  # the reference policy: that of step 0
     recipe: Recipe
     optimize: Optimizer
     upkeep: Upkeep
@@ -84,7 +84,7 @@ def train_step_(setting: Setting, state: RunState) -> tuple[RunState, dict[str, 
     clock.append(time.perf_counter())
 
     tokens = experience.tokens_of(rollouts, served.params.embed.device)
-    seen, known = look(setting, rollouts)
+    scored, known = score(setting, rollouts)
     reward = torch.tensor([one.value for one in rollouts.rewards], dtype=torch.float64).view(-1, config.group)
     by_group, flat = policy_loss.advantages(reward)
     advantage = by_group.flatten().to(tokens.target)[tokens.sequence]
@@ -93,16 +93,16 @@ def train_step_(setting: Setting, state: RunState) -> tuple[RunState, dict[str, 
     scale = policy_loss.token_scale(config.loss, length, config.max_tokens)[tokens.sequence]
     clock.append(time.perf_counter())
 
-    draft, losses = teach_(setting, state, seen)
+    draft, losses = train_draft_(setting, state, scored)
     clock.append(time.perf_counter())
 
     def objective(logp: Tensor, at: Tensor) -> Tensor:
-        part = pytree.tree_map(lambda x: x[at], (known.old, known.first, advantage, weights, scale))
+        part = pytree.tree_map(lambda x: x[at], (known.old, known.ref_logp, advantage, weights, scale))
         return policy_loss.loss(setting.recipe, logp, *part)
 
-    # What a flat group adds is 0, unless there is a KL to step 0.
-    telling = [i for i in own_sequences(setting) if config.kl_beta or not flat[i // config.group]]
-    grads, loss = policy.gradient(served, micros(setting, rollouts, telling), config.temperature, objective)
+    # What a flat group adds is 0, unless there is a KL to the reference policy.
+    with_signal = [i for i in own_sequences(setting) if config.kl_beta or not flat[i // config.group]]
+    grads, loss = policy.gradient(served, micro_batches(setting, rollouts, with_signal), config.temperature, objective)
     ranks.add_(setting.ranks, (grads, loss))
     trained, norm = policy.update_(served.params, state.policy, setting.optimize, grads)
     draft = drafts.refresh_(setting.engine.draft, setting.upkeep, draft, served, state.step + 1)
@@ -130,26 +130,30 @@ def own_sequences(setting: Setting) -> list[int]:
     return [i * group + j for i in setting.ranks.share(setting.config.prompts) for j in range(group)]
 
 
-def micros(setting: Setting, rollouts: Experience, members: Sequence[int]) -> Iterator[Micro]:
+def micro_batches(setting: Setting, rollouts: Experience, members: Sequence[int]) -> Iterator[MicroBatch]:
     """Some of the sequences as microbatches."""
     sequences = [rollouts.sequence(i) for i in range(len(rollouts.prompts))]
     device = setting.engine.model.params.embed.device
-    return policy.micros(sequences, list(map(len, rollouts.prompts)), members, setting.config.micro_tokens, device)
+    return policy.micro_batches(
+        sequences, list(map(len, rollouts.prompts)), members, setting.config.micro_tokens, device
+    )
 
 
-def look(setting: Setting, rollouts: Experience) -> tuple[list[tuple[Micro, Scored]], Known]:
-    """The tokens under the policy and under that of step 0: this rank's microbatches, and all tokens' log-probs."""
-    served, taps, heat = setting.engine.model, setting.upkeep.taps, setting.config.temperature
-    batches = micros(setting, rollouts, own_sequences(setting))
-    seen = [(batch, policy.score(served, setting.first, batch, heat, taps)) for batch in batches]
-    own = [(batch.index.cpu(), *(x.cpu() for x in (s.logp, s.first, s.kl))) for batch, s in seen]
+def score(setting: Setting, rollouts: Experience) -> tuple[list[tuple[MicroBatch, Scored]], Known]:
+    """The tokens under the policy and the reference policy: this rank's microbatches, and all tokens' log-probs."""
+    served, taps, temperature = setting.engine.model, setting.upkeep.taps, setting.config.temperature
+    batches = micro_batches(setting, rollouts, own_sequences(setting))
+    scored = [(batch, policy.score(served, setting.reference, batch, temperature, taps)) for batch in batches]
+    own = [(batch.index.cpu(), *(x.cpu() for x in (s.logp, s.ref_logp, s.kl))) for batch, s in scored]
     known = torch.zeros(3, sum(rollouts.lengths))
     for index, *columns in (part for parts in ranks.gather(setting.ranks, own) for part in parts):
         known[:, index] = torch.stack(columns)
-    return seen, Known(*known.to(served.params.embed.device))
+    return scored, Known(*known.to(served.params.embed.device))
 
 
-def teach_(setting: Setting, state: RunState, seen: Sequence[tuple[Micro, Scored]]) -> tuple[DraftState, list[float]]:
+def train_draft_(
+    setting: Setting, state: RunState, scored: Sequence[tuple[MicroBatch, Scored]]
+) -> tuple[DraftState, list[float]]:
     """Train the head on the rollouts, if it is to learn; overwrites the served one.
 
     Ranks make as many updates as the one with fewest batches.
@@ -157,8 +161,8 @@ def teach_(setting: Setting, state: RunState, seen: Sequence[tuple[Micro, Scored
     upkeep, served = setting.upkeep, setting.engine.model
     if upkeep.recipe is None:
         return state.draft, []
-    fewest = min(ranks.gather(setting.ranks, len(seen)))
-    batches = list(drafts.supervised(served, upkeep, state.draft, seen[:fewest]))
+    fewest = min(ranks.gather(setting.ranks, len(scored)))
+    batches = list(drafts.supervised(served, upkeep, state.draft, scored[:fewest]))
     return drafts.learn_(setting.engine.draft, upkeep, state.draft, served, batches, state.step)
 
 
@@ -235,8 +239,8 @@ def begin(served: ns.Model, draft: ns.Draft | None, task: Task, config: GrpoConf
         upkeep = drafts.trained(
             draft, config.spec_depth, drafts.data_parallel(rate(config.draft_lr), add, world.size), served
         )
-    first = pytree.tree_map(torch.clone, served.params)
-    return Setting(config, world, task, engine, first, grpo_config.recipe(config), rate(config.lr), upkeep)
+    reference = pytree.tree_map(torch.clone, served.params)
+    return Setting(config, world, task, engine, reference, grpo_config.recipe(config), rate(config.lr), upkeep)
 
 
 def init(setting: Setting) -> RunState:
@@ -289,7 +293,7 @@ def run(config: GrpoConfig, world: Ranks, on: Hook = lambda what, step: None) ->
     log = config.out / "log.jsonl"
     if world.first and not (log.exists() and run_files.read_lines(log)):
         own = () if state.policy.master is loaded.params else state.policy.master
-        held = {"served": loaded.params, "master": own, "optimizer": state.policy.adam, "first": setting.first}
+        held = {"served": loaded.params, "master": own, "optimizer": state.policy.adam, "first": setting.reference}
         held |= {"draft": setting.engine.params.draft, "draft_training": state.draft.train}
         header = grpo_log.header(config, loaded, about, held)
         run_files.write_lines(log, [header])
@@ -305,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(config, world)
     except (ValueError, FileNotFoundError) as error:
-        print(f"python -m rl.grpo: error: {arguments.told(error, grpo_options.OPTIONS)}", file=sys.stderr)
+        print(f"python -m rl.grpo: error: {arguments.error_line(error, grpo_options.OPTIONS)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("python -m rl.grpo: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)

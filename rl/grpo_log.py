@@ -23,7 +23,7 @@ class Known:
     """What the trainer itself knows of every token; fp32 nats."""
 
     old: Tensor  # [n], log-prob under the policy that was served
-    first: Tensor  # [n], under the policy of step 0
+    ref_logp: Tensor  # [n], under the reference policy
     kl: Tensor  # [n], KL(pi_old || pi_0) of the token's row, over the whole vocabulary
 
 

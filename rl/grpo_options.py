@@ -97,7 +97,7 @@ def parse(argv: Sequence[str] | None = None) -> GrpoConfig:
     try:
         grpo_config.check_belonging(config, given(parser, argv))
     except ValueError as error:
-        parser.error(arguments.told(error, OPTIONS))
+        parser.error(arguments.error_line(error, OPTIONS))
     return config
 
 
@@ -119,7 +119,7 @@ def derive(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     try:
         args.out = args.out or Path("runs") / name_of(args)
     except ValueError as error:
-        parser.error(arguments.told(error, OPTIONS))
+        parser.error(arguments.error_line(error, OPTIONS))
 
 
 def name_of(args: argparse.Namespace) -> str:

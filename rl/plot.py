@@ -145,10 +145,10 @@ def as_it_stands(text: str) -> str:
 def settings(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that differ in correction and seed alone, by a name: the rule, and the options that tell them apart."""
     keys = sorted({key for run in runs for key in run.options} - {*FREE, *ACCEPTANCE})
-    told = [key for key in keys if len({repr(run.options.get(key)) for run in runs}) > 1]
+    varied = [key for key in keys if len({repr(run.options.get(key)) for run in runs}) > 1]
     found: dict[str, list[Run]] = {}
     for run in runs:
-        rest = [f"{key} {run.options.get(key)}" for key in told if (key, run.options.get(key)) != ("draft", "none")]
+        rest = [f"{key} {run.options.get(key)}" for key in varied if (key, run.options.get(key)) != ("draft", "none")]
         found.setdefault("; ".join([acceptance(run.options), *rest]), []).append(run)
     return found
 

@@ -28,7 +28,7 @@ class PolicyState:
 
 
 @struct.state
-class Micro:
+class MicroBatch:
     """Some sequences, padded on the right, and where their completions' tokens are predicted."""
 
     member: Tensor  # [b] int64, which sequences
@@ -45,8 +45,8 @@ class Scored:
     """What a policy makes of a microbatch's tokens."""
 
     logp: Tensor  # [m] fp32 nats, of the chosen tokens
-    kl: Tensor  # [m] fp32 nats, KL(policy || policy of step 0) of the row, over the whole vocabulary
-    first: Tensor  # [m] fp32 nats, the chosen tokens' log-prob under the policy of step 0
+    kl: Tensor  # [m] fp32 nats, KL(policy || reference policy) of the row, over the whole vocabulary
+    ref_logp: Tensor  # [m] fp32 nats, the chosen tokens' log-prob under the reference policy
     best: Tensor  # [m] int64, the policy's most probable token
     taps: Tensor  # [b, T, F] the streams that a head reads, F = 0 where none were asked for
     x: Tensor  # [b, T, E] the last stream, before the final norm; E = 0 without taps
@@ -58,13 +58,13 @@ def begin(served: model.Params, optimize: Optimizer) -> PolicyState:
     return PolicyState(master=master, adam=optimize.init(master))
 
 
-def micros(
+def micro_batches(
     sequences: Sequence[Sequence[int]],
     prompts: Sequence[int],
     members: Sequence[int],
     budget: int,
     device: torch.device,
-) -> Iterator[Micro]:
+) -> Iterator[MicroBatch]:
     """Microbatches of at most `budget` padded positions, or of one sequence, like lengths together.
 
     Args: sequences: [B], whole; prompts: [B], tokens of each one's prompt; members: the sequences wanted.
@@ -75,20 +75,20 @@ def micros(
     chosen: list[int] = []
     for i in sorted((i for i in members if len(sequences[i]) > prompts[i]), key=lambda i: (len(sequences[i]), i)):
         if chosen and (len(chosen) + 1) * len(sequences[i]) > budget:
-            yield micro(sequences, prompts, chosen, start, device)
+            yield micro_batch(sequences, prompts, chosen, start, device)
             chosen = []
         chosen.append(i)
     if chosen:
-        yield micro(sequences, prompts, chosen, start, device)
+        yield micro_batch(sequences, prompts, chosen, start, device)
 
 
-def micro(
+def micro_batch(
     sequences: Sequence[Sequence[int]],
     prompts: Sequence[int],
     members: Sequence[int],
     start: Sequence[int],
     device: torch.device,
-) -> Micro:
+) -> MicroBatch:
     """One microbatch. Args: start: [B], the first token's place among the n tokens."""
     width = max(len(sequences[i]) for i in members)
     tokens = torch.tensor([[*sequences[i], *[0] * (width - len(sequences[i]))] for i in members])
@@ -104,11 +104,11 @@ def micro(
         "chosen": tokens.flatten()[places + 1],
         "index": torch.tensor(index),
     }
-    return Micro(**{name: value.to(device) for name, value in parts.items()})
+    return MicroBatch(**{name: value.to(device) for name, value in parts.items()})
 
 
 def rows_of(
-    params: model.Params, cfg: model.Config, batch: Micro, temperature: float, taps: tuple[int, ...] = ()
+    params: model.Params, cfg: model.Config, batch: MicroBatch, temperature: float, taps: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sampled distribution at the rows of a microbatch: log-probs [m, V]; the tapped and the last stream [b, T, *].
 
@@ -119,27 +119,27 @@ def rows_of(
     attend = model.dense_attend(cfg, b, t, position)
     x, tapped = model.hidden(params, cfg, batch.tokens.flatten(), position.repeat(b), attend, taps)
     logits = model.logits(params, cfg, x[batch.row])
-    heat = torch.full_like(logits[:, 0], temperature)
-    logp = filters.log_probs(logits, heat, torch.zeros_like(batch.row, dtype=torch.int32), torch.ones_like(heat))
+    by_row = torch.full_like(logits[:, 0], temperature)
+    logp = filters.log_probs(logits, by_row, torch.zeros_like(batch.row, dtype=torch.int32), torch.ones_like(by_row))
     return logp, tapped.view(b, t, -1), x.view(b, t, -1)
 
 
-def pick(logp: Tensor, batch: Micro) -> Tensor:
+def pick(logp: Tensor, batch: MicroBatch) -> Tensor:
     """logp [m, V] -> [m], of the chosen tokens."""
     return logp.gather(1, batch.chosen[:, None])[:, 0]
 
 
 @torch.no_grad()
 def score(
-    policy: ns.Model, first: model.Params, batch: Micro, temperature: float, taps: tuple[int, ...] = ()
+    policy: ns.Model, reference: model.Params, batch: MicroBatch, temperature: float, taps: tuple[int, ...] = ()
 ) -> Scored:
-    """A microbatch's tokens under the policy and under the weights `first` of step 0."""
+    """A microbatch's tokens under the policy and under the weights of the reference policy."""
     logp, tapped, x = rows_of(policy.params, policy.cfg, batch, temperature, taps)
-    before, _, _ = rows_of(first, policy.cfg, batch, temperature)
+    before, _, _ = rows_of(reference, policy.cfg, batch, temperature)
     return Scored(
         logp=pick(logp, batch),
         kl=(logp.exp() * (logp - before)).sum(-1),
-        first=pick(before, batch),
+        ref_logp=pick(before, batch),
         best=logp.argmax(-1),
         taps=tapped,
         x=x if taps else x[..., :0],
@@ -147,7 +147,7 @@ def score(
 
 
 def gradient(
-    policy: ns.Model, batches: Iterable[Micro], temperature: float, objective: Callable[[Tensor, Tensor], Tensor]
+    policy: ns.Model, batches: Iterable[MicroBatch], temperature: float, objective: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[model.Params, Tensor]:
     """The gradient of a sum over tokens, fp32, and its value [].
 
@@ -157,7 +157,7 @@ def gradient(
     value = torch.zeros((), device=policy.params.embed.device)
     for batch in batches:
 
-        def part(params: model.Params, batch: Micro = batch) -> Tensor:
+        def part(params: model.Params, batch: MicroBatch = batch) -> Tensor:
             logp, _, _ = rows_of(params, policy.cfg, batch, temperature)
             return objective(pick(logp, batch), batch.index)
 

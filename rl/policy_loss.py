@@ -86,7 +86,7 @@ def correct(recipe: Recipe, old: Tensor, behaviour: Tensor, advantage: Tensor) -
     clipped: min(w, C) (truncated importance sampling: Ionides 2008; for rollouts, Yao et al. 2025). Under `power` w is
       at most alpha^-k with k candidates at the row, so on a chain a C of 1 / alpha or more changes nothing.
     icepop: w where low <= w <= high, else the token is masked (IcePop, Ling team 2025).
-    m2po: w, and `trust` says which tokens are masked (arXiv 2510.01161). One update is made per batch, so that
+    m2po: w, and `m2po_keep` says which tokens stay (arXiv 2510.01161). One update is made per batch, so that
       pi_theta = pi_old and r = w when the mask is chosen.
 
     A token whose old or behaviour log-prob is not finite has no weight and is masked, whatever the correction.
@@ -102,11 +102,11 @@ def correct(recipe: Recipe, old: Tensor, behaviour: Tensor, advantage: Tensor) -
     elif recipe.correction == "icepop":
         keep = keep & (w >= recipe.icepop_low) & (w <= recipe.icepop_high)
     elif recipe.correction == "m2po":
-        keep = keep & trust(log_w, advantage, keep, recipe.m2po_tau)
+        keep = keep & m2po_keep(log_w, advantage, keep, recipe.m2po_tau)
     return Weights(w=w.detach(), keep=keep, clipped=clipped & keep)
 
 
-def trust(log_r: Tensor, advantage: Tensor, live: Tensor, tau: float) -> Tensor:
+def m2po_keep(log_r: Tensor, advantage: Tensor, live: Tensor, tau: float) -> Tensor:
     """Which tokens M2PO leaves in [n] bool, r = pi_theta / mu (Zheng et al. 2025, arXiv 2510.01161).
 
     The tokens that would move the policy further from the sampler's are those with A > 0 and r > 1, or A < 0 and r < 1.
@@ -124,7 +124,7 @@ def loss(
     recipe: Recipe,
     logp: Tensor,
     old: Tensor,
-    first: Tensor,
+    ref_logp: Tensor,
     advantage: Tensor,
     weights: Weights,
     scale: Tensor,
@@ -135,7 +135,7 @@ def loss(
     token; under "m2po" nothing is clipped. `k3` estimates KL(pi_theta || pi_0); w and rho make its expectation, and
     rho's gradient makes its gradient, one under pi_theta.
 
-    Args: all [n]; logp is differentiated, first is the log-prob under the policy of step 0 (read if kl_beta > 0),
+    Args: all [n]; logp is differentiated, ref_logp is that under the reference policy (read if kl_beta > 0),
       scale of `token_scale`.
     """
     live = weights.keep & logp.isfinite() & old.isfinite()
@@ -146,13 +146,15 @@ def loss(
         gain = torch.minimum(gain, rho.clamp(1 - recipe.clip_eps, 1 + recipe.clip_eps) * advantage)
     cost = -gain
     if recipe.kl_beta:
-        live = live & first.isfinite()
-        cost = cost + recipe.kl_beta * rho * k3(logp, torch.where(live, first, logp.detach()))
+        live = live & ref_logp.isfinite()
+        cost = cost + recipe.kl_beta * rho * k3(logp, torch.where(live, ref_logp, logp.detach()))
     return torch.where(live, scale * weights.w * cost, 0.0).sum()
 
 
-def k3(logp: Tensor, first: Tensor) -> Tensor:
-    """[n] nats, never negative: exp(d) - d - 1 with d = first - logp, whose mean over tokens of `logp`'s own policy is
-    KL(pi || pi_0) (Schulman 2020, "Approximating KL divergence")."""
-    d = (first - logp).clamp(-LIMIT, LIMIT)
+def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """[n] nats, never negative: exp(d) - d - 1 with d = ref_logp - logp.
+
+    Its mean over tokens of `logp`'s own policy is KL(pi || pi_0) (Schulman 2020, "Approximating KL divergence").
+    """
+    d = (ref_logp - logp).clamp(-LIMIT, LIMIT)
     return d.exp() - d - 1

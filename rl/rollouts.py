@@ -126,10 +126,10 @@ def complete(
     """
     encoded = [chat.encode(model.tokenizer, p) for p in prompts]
     encoded = [p for p in encoded if len(p) < max_len - 1]
-    heat = [temperatures[i % len(temperatures)] for i in range(len(encoded))]
+    temperature = [temperatures[i % len(temperatures)] for i in range(len(encoded))]
     requests = [
         ns.Sampling(max_tokens=min(max_tokens, max_len - len(p)), temperature=t, seed=seed + i)
-        for i, (p, t) in enumerate(zip(encoded, heat, strict=True))
+        for i, (p, t) in enumerate(zip(encoded, temperature, strict=True))
     ]
     out = run(model, encoded, requests, engine, progress=progress)
     kept = [i for i, o in enumerate(out) if len(o.tokens) > 1]
@@ -138,7 +138,7 @@ def complete(
         tokens=np.concatenate(sequences) if sequences else np.zeros(0, np.int32),
         end=np.cumsum([len(s) for s in sequences], dtype=np.int64),
         prompt=np.array([len(encoded[i]) for i in kept], dtype=np.int32),
-        temperature=np.array([heat[i] for i in kept], dtype=np.float32),
+        temperature=np.array([temperature[i] for i in kept], dtype=np.float32),
     )
 
 

@@ -23,7 +23,7 @@ REAL = {
     "weight_decay": (0, 1, True),
     "clip": (0, 1e9, False),
 }
-HOTTEST = 100  # of the temperatures
+MOST_TEMPERATURE = 100
 # Fields that may differ between a run and the one that resumes it.
 FREE = ("out", "data", "prompts", "device", "log_every", "eval_every", "save_every", "quiet", "slots", "keep_features")
 
@@ -82,8 +82,8 @@ class TrainConfig:
         limits.check(self, NAMES, WHOLE, REAL)
         with limits.renamed({"max_slots": "slots"}):
             ns.EngineConfig(max_slots=self.slots).validate()
-        if not self.temperatures or not all(0 <= t <= HOTTEST for t in self.temperatures):
-            raise ValueError(f"temperatures must be numbers from 0 to {HOTTEST}, got {self.temperatures!r}")
+        if not self.temperatures or not all(0 <= t <= MOST_TEMPERATURE for t in self.temperatures):
+            raise ValueError(f"temperatures must be numbers from 0 to {MOST_TEMPERATURE}, got {self.temperatures!r}")
         if self.draft_vocab > MOST_DRAFT_VOCAB:
             raise ValueError(f"draft_vocab: at most {MOST_DRAFT_VOCAB}, got {self.draft_vocab}")
         if self.unroll >= self.max_len - 2:

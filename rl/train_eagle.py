@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except run_files.RunError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     except (ValueError, OSError) as error:
-        parser.error(arguments.told(error, train_options.OPTIONS))
+        parser.error(arguments.error_line(error, train_options.OPTIONS))
     return 0
 
 

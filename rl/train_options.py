@@ -33,7 +33,10 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--data", type=arguments.path, help="rollouts to train on, made if missing (OUT/rollouts.npz)")
     data.add_argument("--prompts", nargs="+", help="one or more of self:N, gsm8k[:N] (train), FILE[:N]")
     data.add_argument(
-        "--temperatures", nargs="+", type=arguments.real(0, train_config.HOTTEST, True), help="the prompts take turns"
+        "--temperatures",
+        nargs="+",
+        type=arguments.real(0, train_config.MOST_TEMPERATURE, True),
+        help="the prompts take turns",
     )
     data.add_argument("--response-tokens", type=arguments.positive, help="most tokens of a response")
     data.add_argument("--slots", type=arguments.positive, help="requests at once")

@@ -23,7 +23,7 @@ def test_the_policy_is_its_table_whatever_the_context():
     """Catches: a policy whose logits depend on the context, so that the optimum is not the one that is claimed."""
     policy = bias_study.init()
     logp = ns.forward(policy.params, policy.cfg, torch.tensor([[0, 5, 3, 1], [4, 4, 0, 2]])).log_softmax(-1)
-    torch.testing.assert_close(logp.exp(), torch.tensor(bias_study.FIRST).expand_as(logp), rtol=1e-4, atol=0)
+    torch.testing.assert_close(logp.exp(), torch.tensor(bias_study.REFERENCE).expand_as(logp), rtol=1e-4, atol=0)
     assert torch.equal(logp, logp[:1, :1].expand_as(logp))
 
 
@@ -59,7 +59,7 @@ def test_optimum_is_the_best_policy():
             other = (best.log() + size * torch.randn(6, generator=generator, dtype=torch.float64)).softmax(0)
             assert bias_study.objective(other) < worth
     # The largest value has a closed form: beta log E_0[exp(r / beta)].
-    mean = sum(p * math.exp(r / bias_study.BETA) for p, r in zip(bias_study.FIRST, bias_study.REWARD, strict=True))
+    mean = sum(p * math.exp(r / bias_study.BETA) for p, r in zip(bias_study.REFERENCE, bias_study.REWARD, strict=True))
     assert worth == pytest.approx(bias_study.BETA * math.log(mean))
 
     def off(study: Study, correction: str) -> float:
@@ -87,7 +87,7 @@ def test_gradient_is_that_of_the_objective(correction):
         advantage = worth[i] - (sum(worth) - worth[i]) / 2
         for x, mu in zip(tokens[i][1:], behaviour[i][1:], strict=True):
             w = {"none": 1.0, "exact": float(p[x]) / math.exp(mu)}.get(correction, min(float(p[x]) / math.exp(mu), 2.0))
-            term = w * (-advantage + bias_study.BETA * math.log(float(p[x]) / bias_study.FIRST[x]))
+            term = w * (-advantage + bias_study.BETA * math.log(float(p[x]) / bias_study.REFERENCE[x]))
             wanted += term * (torch.eye(6, dtype=torch.float64)[x] - p) / 6
     recipe = policy_loss.Recipe(correction=correction, kl_beta=bias_study.BETA)
     found = bias_study.gradient(bias_study.init(), table, recipe, drawn)

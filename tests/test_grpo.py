@@ -99,15 +99,17 @@ def test_rows_are_those_of_forward(folder):
     generator = torch.Generator().manual_seed(0)
     lengths = [(3, 9), (5, 5), (2, 12), (4, 7)]  # the second has no completion
     sequences = [torch.randint(3, 96, (n,), generator=generator).tolist() for _, n in lengths]
-    first = pytree.tree_map(lambda x: x * 1.01, model.params)
+    reference = pytree.tree_map(lambda x: x * 1.01, model.params)
     found = torch.full((3, 6 + 0 + 10 + 3), math.nan)
-    for batch in policy.micros(sequences, [p for p, _ in lengths], [3, 2, 1, 0], 20, torch.device("cpu")):
+    for batch in policy.micro_batches(sequences, [p for p, _ in lengths], [3, 2, 1, 0], 20, torch.device("cpu")):
         assert batch.tokens.numel() <= 20
-        scored = policy.score(model, first, batch, 0.5)
-        found[:, batch.index] = torch.stack((scored.logp, scored.first, scored.kl))
+        scored = policy.score(model, reference, batch, 0.5)
+        found[:, batch.index] = torch.stack((scored.logp, scored.ref_logp, scored.kl))
     expected = []
     for (prompt, n), tokens in zip(lengths, sequences, strict=True):
-        rows = [ns.forward(p, model.cfg, torch.tensor([tokens]))[0, prompt - 1 : n - 1] for p in (model.params, first)]
+        rows = [
+            ns.forward(p, model.cfg, torch.tensor([tokens]))[0, prompt - 1 : n - 1] for p in (model.params, reference)
+        ]
         now, before = ((row / 0.5).log_softmax(-1) for row in rows)
         chosen = torch.tensor(tokens[prompt:], dtype=torch.int64)[:, None]
         kl = (now.exp() * (now - before)).sum(-1)
@@ -126,7 +128,7 @@ def test_gradient_is_that_of_transformers(folder):
     prompts, lengths = [3, 4, 2], [9, 7, 12]
     sequences = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths]
     weight = torch.randn(6 + 3 + 10, generator=generator)
-    batches = list(policy.micros(sequences, prompts, range(3), 12, torch.device("cpu")))
+    batches = list(policy.micro_batches(sequences, prompts, range(3), 12, torch.device("cpu")))
     assert len(batches) == 3
     grads, value = policy.gradient(model, batches, 0.7, lambda logp, at: (weight[at] * logp).sum())
     hf = tiny.llama(RAW)
@@ -171,7 +173,7 @@ def test_the_update_is_in_place_and_the_engine_serves_it(folder, tmp_path):
     assert versions == [(0, 0, 0), (1, 0, 1)]
     assert [x.data_ptr() for x in pytree.tree_leaves((engine.model.params, draft.params))] == places
     assert state.policy.master is engine.model.params  # fp32: no second copy
-    assert not bytes_equal(engine.model.params, setting.first)
+    assert not bytes_equal(engine.model.params, setting.reference)
     copy = dataclasses.replace(engine.model, params=pytree.tree_map(torch.clone, engine.model.params))
     prompts, sampling = [[5, 6, 7]] * 3, [ns.Sampling(max_tokens=8, temperature=1.0, seed=i) for i in range(3)]
     fresh = ns.generate(copy, prompts, sampling)

@@ -88,11 +88,11 @@ def test_a_head_learns_from_what_the_policy_makes_of_the_rollouts(target, head, 
     """Against a pass of its own over the same sequences. Catches: taps of other rows, prompts or padding that count."""
     setting, state = setting_of(target, tmp_path, f"--draft eagle:{head} {LEARN} --micro-tokens 40")
     rollouts = grpo.collect(setting, state)
-    seen, _ = grpo.look(setting, rollouts)
-    assert len(seen) > 1
+    scored, _ = grpo.score(setting, rollouts)
+    assert len(scored) > 1
     upkeep, model = setting.upkeep, setting.engine.model
     ids = state.draft.train.target_id
-    for (micro, _), found in zip(seen, drafts.supervised(model, upkeep, state.draft, seen), strict=True):
+    for (micro, _), found in zip(scored, drafts.supervised(model, upkeep, state.draft, scored), strict=True):
         row, live = eagle_loss.supervise(micro.length, micro.prompt, micro.tokens.shape[1], 3)
         view = eagle_loss.observe(model, upkeep.taps, micro.tokens)
         expected = eagle_loss.prepare(model, ids, micro.tokens, view, row, live)

@@ -72,7 +72,7 @@ def test_weights_by_hand(correction):
     assert found.clipped.int().tolist() == clipped
 
 
-def plain_loss(correction: str, logits: Tensor, chosen: Tensor, beta: float, first: Tensor) -> Tensor:
+def plain_loss(correction: str, logits: Tensor, chosen: Tensor, beta: float, ref_logp: Tensor) -> Tensor:
     """The loss written down token by token in float64, for plain autograd."""
     logp = logits.log_softmax(-1)
     total = torch.zeros((), dtype=torch.float64)
@@ -82,7 +82,7 @@ def plain_loss(correction: str, logits: Tensor, chosen: Tensor, beta: float, fir
             gain = rho * ADVANTAGE[t]
             if correction != "m2po":
                 gain = min(gain, min(max(rho, torch.tensor(0.8)), torch.tensor(1.2)) * ADVANTAGE[t])
-            ratio = torch.exp(first[t] - logp[t, chosen[t]])
+            ratio = torch.exp(ref_logp[t] - logp[t, chosen[t]])
             total = total + SCALE[t] * w * (beta * rho * (ratio - 1 - torch.log(ratio)) - gain)
     return total
 
@@ -101,16 +101,16 @@ def test_gradient_is_plain_autograds(correction, beta):
     others = torch.logsumexp(logits.scatter(1, chosen[:, None], -math.inf), 1)
     wanted = (OLD + ratio).double()  # all below 0
     logits = logits.scatter(1, chosen[:, None], (others + wanted - (-wanted.expm1()).log())[:, None])
-    first = OLD.double() - 0.4
+    ref_logp = OLD.double() - 0.4
     with torch.enable_grad():
         theirs = logits.clone().requires_grad_()
-        expected = plain_loss(correction, theirs, chosen, beta, first)
+        expected = plain_loss(correction, theirs, chosen, beta, ref_logp)
         expected.backward()
         mine = logits.clone().requires_grad_()
         recipe = Recipe(correction=correction, kl_beta=beta, **RUN)
         weights = policy_loss.correct(recipe, OLD, BEHAVIOUR, ADVANTAGE)
         logp = mine.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
-        found = policy_loss.loss(recipe, logp, OLD, first, ADVANTAGE, weights, SCALE)
+        found = policy_loss.loss(recipe, logp, OLD, ref_logp, ADVANTAGE, weights, SCALE)
         found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
@@ -153,7 +153,7 @@ def test_clip_stops_the_gradient_only_where_the_ratio_ran_with_the_advantage():
 def test_m2po_masks_as_few_as_bring_the_mean_down(tokens, tau):
     """Against the definition, mask by mask. Catches: a mean over other tokens, an order from the smallest, >= for >."""
     log_r, advantage, live = (torch.tensor(list(column)) for column in zip(*tokens, strict=True))
-    keep = policy_loss.trust(log_r.float(), advantage.float(), live, float(tau))
+    keep = policy_loss.m2po_keep(log_r.float(), advantage.float(), live, float(tau))
     left = [i for i, (r, a, on) in enumerate(tokens) if on and r * a > 0]
     while left and sum(tokens[i][0] ** 2 for i in left) / len(left) > tau:
         largest = max(left, key=lambda i: (tokens[i][0] ** 2, i))
@@ -211,7 +211,7 @@ def test_exact_weights_have_the_gradient_under_the_policy_and_no_weights_do_not(
     """By enumeration: the mean over mu of a token's gradient is that of E_pi[A], with a KL that of KL(pi || pi_0)."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, generator=generator)
-    first = torch.randn(6, generator=generator).log_softmax(-1)
+    ref_logp = torch.randn(6, generator=generator).log_softmax(-1)
     advantage = torch.randn(6, generator=generator)
     old = logits.log_softmax(-1)
     mu = power(old.exp(), 2, 0.3)
@@ -221,12 +221,12 @@ def test_exact_weights_have_the_gradient_under_the_policy_and_no_weights_do_not(
         recipe = Recipe(correction=correction, kl_beta=beta)
         weights = policy_loss.correct(recipe, old, mu.log(), advantage)
         return torch.func.grad(
-            lambda x: policy_loss.loss(recipe, x.log_softmax(-1), old, first, advantage, weights, mu)
+            lambda x: policy_loss.loss(recipe, x.log_softmax(-1), old, ref_logp, advantage, weights, mu)
         )(logits)
 
     def wanted(x: Tensor, beta: float) -> Tensor:
         logp = x.log_softmax(-1)
-        return (logp.exp() * (beta * (logp - first) - advantage)).sum()
+        return (logp.exp() * (beta * (logp - ref_logp) - advantage)).sum()
 
     for beta in (0.0, 0.5):
         expected = torch.func.grad(wanted)(logits, beta)

@@ -67,7 +67,7 @@ def test_groups_without_signal_change_nothing(folder, tmp_path, group):
 
 
 def test_a_flat_group_stays_in_the_denominator(folder, tmp_path):
-    """One of two groups says something. Catches: a denominator of the telling tokens alone."""
+    """One of two groups says something. Catches: a denominator of the tokens with signal alone."""
     norms = {}
     for loss in LOSSES:
         model = ns.load(str(folder), device="cpu")
@@ -105,7 +105,7 @@ def test_completions_that_end_at_once(tmp_path, ids):
     ended = [one for one in rollouts.completions if one.finish_reason == "stop"]
     assert all(one.tokens[-1] in ids for one in ended)
     tokens = experience.tokens_of(rollouts, torch.device("cpu"))
-    _, known = grpo.look(setting, rollouts)
+    _, known = grpo.score(setting, rollouts)
     expected = [
         x
         for prompt, one in zip(rollouts.prompts, rollouts.completions, strict=True)
@@ -128,8 +128,8 @@ def test_a_step_whose_completions_are_all_empty_ends_well(folder, tmp_path):
         [[5, 6]] * 4, [nothing] * 4, [Reward(0, False, False, False)] * 4, 2, Version(0, None)
     )
     tokens = experience.tokens_of(rollouts, torch.device("cpu"))
-    seen, known = grpo.look(setting, rollouts)
-    assert (seen, len(known.old), len(tokens.target)) == ([], 0, 0)
+    scored, known = grpo.score(setting, rollouts)
+    assert (scored, len(known.old), len(tokens.target)) == ([], 0, 0)
     line = grpo.grpo_log.of_rollouts(rollouts, [0, 1, 2, 3, 4])
     weights = grpo.policy_loss.correct(setting.recipe, known.old, tokens.behaviour, known.old)
     line |= grpo.grpo_log.of_tokens(setting.config, tokens, known, weights)
