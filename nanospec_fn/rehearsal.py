@@ -9,7 +9,7 @@ dim.
 Source: EAGLE-3 (Li et al. 2025), section 3, training-time test.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -95,19 +95,31 @@ def by_head(x: Tensor, b: int, t: int, cfg: model.Config) -> Tensor:
     return x.repeat_interleave(cfg.num_heads // x.shape[1], dim=1)
 
 
-def accepted_length(hit: Tensor, length: Tensor, prompt: Tensor) -> tuple[int, int]:
-    """Replay chain drafting over known sequences: tokens emitted in rounds, and rounds.
+def chain_rounds(hits: Sequence[Sequence[bool]], tokens: int) -> Iterator[tuple[int, int]]:
+    """The rounds that chains would have along one known sequence: each one's pending token, and what it accepts.
 
-    Right for greedy sequences, and for sampled ones under rule `exact`: a round goes from base p to the first draft
-    that is not the sequence's own token, which the target then emits itself.
+    Right for greedy sequences, and for sampled ones under rule `exact`: a round goes from its pending token to the
+    first draft that is not the sequence's own, which the target then emits itself. Token 0 is the prefill's own.
+
+    Args: hits: [D][M], entry (j, m): the draft of depth j + 1 for token m + 1 is right; tokens: of the sequence.
+    """
+    pending = 0
+    while pending + 1 < tokens:
+        left, run = tokens - 1 - pending, 0
+        while run < min(len(hits), left) and hits[run][pending + run]:
+            run += 1
+        yield pending, run
+        pending += min(run + 1, left)
+
+
+def accepted_length(hit: Tensor, length: Tensor, prompt: Tensor) -> tuple[int, int]:
+    """`chain_rounds` over many sequences: tokens emitted in rounds, and rounds.
+
+    Args: hit: [S, B, R] bool; length, prompt: [B], tokens of each sequence and of the prompt in it.
     """
     emitted = rounds = 0
-    for row_hits, n, first in zip(hit.transpose(0, 1).tolist(), length.tolist(), prompt.tolist(), strict=True):
-        pending = first  # the prefill's own token
-        while pending + 1 < n:
-            run = 0
-            while run < len(row_hits) and pending + run + 1 < n and row_hits[run][pending - 1 + run]:
-                run += 1
-            count = min(run + 1, n - 1 - pending)
-            pending, emitted, rounds = pending + count, emitted + count, rounds + 1
+    for hits, n, first in zip(hit.transpose(0, 1).tolist(), length.tolist(), prompt.tolist(), strict=True):
+        # Row p predicts token p + 2: behind the prefill's own token `first`, the first draft is that of row first - 1.
+        rounds += len(list(chain_rounds([row[first - 1 :] for row in hits], n - first)))
+        emitted += max(0, n - 1 - first)  # a round emits all that follows its pending token, up to the next one
     return emitted, rounds

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import nanospec_fn as ns
+from nanospec_fn import rehearsal
 from nanospec_fn.doctor import diagnosis, examine, rounds, verdict
 from nanospec_fn.doctor.diagnosis import Case
 from nanospec_fn.doctor.examine import Comparison
@@ -74,6 +75,18 @@ def test_rehearsed_rounds_are_the_engines(target):
         hit = torch.ones(5, 2, max(length), dtype=torch.bool)  # it is always right
         engine = [(r.accepted, r.cut) for p, one in zip(prompts, out, strict=True) for r in rounds.of(len(p), one)]
         assert [(r.accepted, r.cut) for r in rounds.along(hit, length)] == engine
+
+
+def test_a_prompt_moves_rounds_and_changes_none():
+    """Bug: a replay behind a prompt that reads the hits of the row before or after. The oracle is `along`, which is
+    given the same hits from the prefill's own token on."""
+    generator = torch.Generator().manual_seed(0)
+    for depth, prompt, tokens in itertools.product((1, 3), (1, 4), (0, 1, 2, 7, 12)):
+        hit = torch.rand(depth, 5, prompt + tokens, generator=generator) < 0.7
+        found = rounds.along(hit[:, :, prompt - 1 :], [tokens] * 5)
+        sizes = (torch.full((5,), size) for size in (prompt + tokens, prompt))
+        assert rehearsal.accepted_length(hit, *sizes) == (5 * max(0, tokens - 1), len(found))
+        assert sum(r.accepted + (not r.cut) for r in found) == 5 * max(0, tokens - 1)
 
 
 def test_the_positions_that_a_verdict_takes():

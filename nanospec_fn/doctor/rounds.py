@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 import nanospec_fn as ns
+from nanospec_fn import rehearsal
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,11 @@ def along(hit: Tensor, length: Sequence[int]) -> list[Round]:
     Args: hit: [D, B, M] bool, entry (j, b, m): the draft of depth j + 1 for token m + 1 of completion b is right;
       length: tokens of each completion.
     """
-    found = []
-    for hits, n in zip(hit.transpose(0, 1).tolist(), length, strict=True):
-        pending = 0  # the prefill's own token
-        while pending + 1 < n:
-            left, run = n - 1 - pending, 0
-            while run < min(len(hits), left) and hits[run][pending + run]:
-                run += 1
-            found.append(Round(pending + 1, run, cut=run == left))
-            pending += min(run + 1, left)
-    return found
+    return [
+        Round(pending + 1, accepted, cut=pending + 1 + accepted == n)
+        for hits, n in zip(hit.transpose(0, 1).tolist(), length, strict=True)
+        for pending, accepted in rehearsal.chain_rounds(hits, n)
+    ]
 
 
 def reach(rounds: Sequence[Round], depth: int) -> tuple[Reach, ...]:
