@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanospec_fn import acceptance, kl, narrow, rng, sampling, trace
+from nanospec_fn import acceptance, kl, narrow, recorded, rng, sampling, trace
 from nanospec_fn.draft import Speculation
 from nanospec_fn.sampling import Sampling
 from nanospec_fn.trace import Round, Trace
@@ -170,7 +170,7 @@ def counterfactual(found: Trace, change: Change) -> list[Outcome]:
       that accepts nothing, a tree that is deeper or wider than the recorded one, a draft whose trees it cannot narrow.
     """
     if change.rule not in (None, "exact"):
-        kl.check_lossy(found)
+        recorded.check_lossy(found)
     requests = [change.apply(r.sampling) for r in found.header.requests]
     for request in requests:
         request.validate()
@@ -228,23 +228,8 @@ def _figures(record: Round, block: Block, request: Sampling, coupled: bool) -> F
 
 def expected(record: Round, request: Sampling) -> float:
     """Drafted tokens that a round accepts on average over its draws, given prefix and tree."""
-    reach = [1.0]  # by row
-    for node in range(len(record.nodes.token)):
-        reach.append(reach[record.nodes.parent[node] + 1] * _chance(record, node, request))
+    reach = [1.0] + [0.0] * len(record.nodes.token)  # by row, parents before their children
+    for row in range(len(reach)):
+        for node, chance in recorded.chances(record, row, request).items():
+            reach[node + 1] = reach[row] * chance
     return math.fsum(reach[1:])
-
-
-def _chance(record: Round, node: int, request: Sampling) -> float:
-    """The probability that a node's row emits the node."""
-    nodes, row = record.nodes, record.nodes.parent[node] + 1
-    if nodes.depth[node] == 0:
-        return 0.0
-    if request.temperature == 0:
-        return float(nodes.token[node] == record.rows.token[row])
-    if request.rule == "exact":
-        return math.exp(nodes.target_logp[node])
-    if request.rule == "relaxed":
-        return float(kl.passing(record, row, request) == node)
-    place = kl.candidates(nodes, row).index(node)
-    ratios = [request.alpha * log_p for log_p, _, _ in kl.row_of(record, row).ratios()]
-    return math.exp(ratios[place]) * math.prod(-math.expm1(a) for a in ratios[:place])

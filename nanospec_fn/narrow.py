@@ -5,13 +5,12 @@ narrower one's nodes was displaced by a child of a node that the narrower one do
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import torch
 
-from nanospec_fn import kl, rng
+from nanospec_fn import recorded, rng
 from nanospec_fn.draft import Speculation
 from nanospec_fn.trace import Header, Nodes, Round
 from nanospec_fn.trees import Tree
@@ -71,7 +70,7 @@ def _levels(drafted: Nodes, spec: Speculation, smaller: Speculation, unpruned: b
     for depth in range(1, smaller.depth + 1):
         level, longer = [], None
         for rank, parent in enumerate(above):
-            siblings = kl.candidates(drafted, parent + 1)
+            siblings = recorded.candidates(drafted, parent + 1)
             best, left_out = siblings[: smaller.top_k], siblings[smaller.top_k :]
             if left_out and drafted.draft_logp[left_out[0]] == drafted.draft_logp[best[-1]]:
                 return found, False  # which of equals a narrower search would have met is not recorded
@@ -82,8 +81,8 @@ def _levels(drafted: Nodes, spec: Speculation, smaller: Speculation, unpruned: b
         room = smaller.top_k - (chain is None)  # rank 0 is the chain's
         above = [i for *_, i in sorted(level)][:room]
         found += above
-        recorded = drafted.depth.count(depth)
-        if len(above) < room and not (unpruned and recorded < spec.top_k - (chain is None)):
+        seen = drafted.depth.count(depth)
+        if len(above) < room and not (unpruned and seen < spec.top_k - (chain is None)):
             return found, False
     return found, True
 
@@ -105,7 +104,8 @@ def apply(record: Round, kept: set[int]) -> Round:
         key = rng.draw_key(rng.key(torch.tensor(record.seed)), position, rng.RESIDUAL)
         noisy = (torch.tensor(logp) + rng.gumbel_at(key, torch.tensor(token))).tolist()
         _, rest[row], rest_logp[row] = min((-x, t, p) for x, t, p in zip(noisy, token, logp, strict=True))
-        rest_mass[row] = functools.reduce(kl.log_add, (n.target_logp[i] for i in removed), rest_mass[row])
+        outside = torch.tensor([rest_mass[row], *(n.target_logp[i] for i in removed)], dtype=torch.float64)
+        rest_mass[row] = float(outside.logsumexp(0))
     absent = {"token": Tree.NONE, "parent": Tree.ROOT, "depth": 0, "draft_logp": -math.inf, "score": -math.inf}
     columns: dict[str, Any] = {
         name: [x if i in kept else value for i, x in enumerate(getattr(n, name))] for name, value in absent.items()

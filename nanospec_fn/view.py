@@ -11,7 +11,7 @@ import unicodedata
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from nanospec_fn import kl
+from nanospec_fn import recorded
 from nanospec_fn.trace import Round, Trace
 from nanospec_fn.trees import Tree
 
@@ -81,7 +81,7 @@ def of(found: Trace, record: Round) -> View:
         below(node, len(nodes) - 1)
 
     def below(node: int, parent: int) -> None:
-        for child in kl.candidates(n, node + 1):
+        for child in recorded.candidates(n, node + 1):
             if child in shown:
                 add(child, parent)
         if node == last and len(record.tokens) > len(record.path):

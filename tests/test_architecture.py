@@ -43,6 +43,7 @@ ORDER = (
     "revision",
     "prompts",
     "arguments",
+    "recorded",
     "kl",
     "narrow",
     "counterfactual",

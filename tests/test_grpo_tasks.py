@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nanospec_fn as ns
-from nanospec_fn import kl, trace
+from nanospec_fn import recorded, trace
 from rl import experience, grpo, grpo_options, mismatch, ranks
 from rl.experience import Version
 from rl.grpo_config import GrpoConfig
@@ -178,7 +178,7 @@ def test_chi_square_is_that_of_the_recorded_rows(folder, tmp_path):
     expected = []
     for record in trace.read(file).rounds:
         for row in (0, *(node + 1 for node in record.path))[: len(record.tokens)]:
-            seen = kl.row_of(record, row)
+            seen = recorded.row_of(record, row)
             p = math.exp(seen.logp[0]) if seen.logp else 0.0
             expected.append(p ** (2 - 0.3) + (1 - p) ** 2 / (1 - p**0.3) - 1 if 0 < p < 1 else 0.0)
     assert len(expected) == len(tokens.target)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanospec_fn as ns
-from nanospec_fn import __main__, kl, trace
+from nanospec_fn import __main__, kl, recorded, trace
 from nanospec_fn.sampling import Sampling
 from properties.enumerate import World, draft_trees, round_law
 from tests.scripted import prompt, target
@@ -46,7 +46,7 @@ def by_process(p: torch.Tensor, k: int, alpha: float) -> torch.Tensor:
 def test_the_closed_form_is_the_sum_over_the_vocabulary(logits, k, alpha):
     """Bug: the mass that earlier candidates left is forgotten in the recursion."""
     logp = torch.log_softmax(torch.tensor(logits, dtype=torch.float64), -1)
-    row = kl.Row(tuple(logp[:k].tolist()), float(torch.logsumexp(logp[k:], -1)))
+    row = recorded.Row(tuple(logp[:k].tolist()), float(torch.logsumexp(logp[k:], -1)))
     assert kl.divergence(row, alpha) == pytest.approx(float(by_process(logp.exp(), k, alpha)), abs=1e-9)
 
 
@@ -68,23 +68,23 @@ def test_the_closed_form_is_what_accept_does(alpha, k):
         order = sorted(range(k), key=lambda i: (-float(tree.logp[root, i]), int(tree.token[root, i])))
         tokens = [int(tree.token[root, i]) for i in order]
         others = [x for x in range(5) if x not in tokens]
-        row = kl.Row(tuple(logp[tokens].tolist()), float(torch.logsumexp(logp[others], -1)))
+        row = recorded.Row(tuple(logp[tokens].tolist()), float(torch.logsumexp(logp[others], -1)))
         assert kl.divergence(row, alpha) == pytest.approx(float((logp.exp() * (logp - mu.log())).sum()), abs=1e-8)
 
 
 def test_corners():
     """Bugs: 0 * log 0 is not a number; a candidate without probability counts."""
     zero = -math.inf
-    assert kl.divergence(kl.Row((), 0.0), 0.3) == 0
-    assert kl.divergence(kl.Row((zero,), 0.0), 0.3) == 0
-    assert kl.divergence(kl.Row((0.0,), zero), 0.3) == 0
+    assert kl.divergence(recorded.Row((), 0.0), 0.3) == 0
+    assert kl.divergence(recorded.Row((zero,), 0.0), 0.3) == 0
+    assert kl.divergence(recorded.Row((0.0,), zero), 0.3) == 0
     half = math.log(0.5)
-    one = kl.divergence(kl.Row((half,), half), 0.3)
-    assert kl.divergence(kl.Row((zero, half, zero), half), 0.3) == one
+    one = kl.divergence(recorded.Row((half,), half), 0.3)
+    assert kl.divergence(recorded.Row((zero, half, zero), half), 0.3) == one
     # The second of two that cover all is always accepted, as the first's only alternative.
-    assert kl.divergence(kl.Row((half, half), zero), 0.3) == pytest.approx(one)
+    assert kl.divergence(recorded.Row((half, half), zero), 0.3) == pytest.approx(one)
     for p in (1e-12, 1e-300, 1 - 1e-12):
-        found = kl.divergence(kl.Row((math.log(p),), math.log1p(-p)), 1e-6)
+        found = kl.divergence(recorded.Row((math.log(p),), math.log1p(-p)), 1e-6)
         assert 0 <= found < math.inf
 
 
