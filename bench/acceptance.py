@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import nanospec_fn as ns
-from nanospec_fn import arguments, chat, jsonl, prompts
+from bench import records
+from nanospec_fn import arguments, chat, prompts
 
 
 def measure(
@@ -121,23 +122,16 @@ def main(argv: list[str] | None = None) -> int:
         if draft is None:
             raise ValueError("argument --draft: a draft is needed, got none")
         requests = [chat.encode(model.tokenizer, text) for text in texts]
+        about = records.about_own(model, name, args.backend)
         for one in args.shape:
             speculation = replace(one, coupled=args.coupled)
             found = measure(
                 model, draft, requests, speculation, args.temperature, args.max_tokens, args.bs, args.backend, True
             )
-            line = jsonl.to_line(
-                {"model": model.name, "draft": name, "prompt_set": args.prompts, "prompts": len(texts)}
-                | {"top_k": one.top_k, "depth": one.depth, "num_nodes": speculation.nodes, "coupled": args.coupled}
-                | {"temperature": args.temperature, "max_tokens": args.max_tokens}
-                | {"device": str(model.params.embed.device), "dtype": str(model.params.embed.dtype)}
-                | {"attend": args.backend}
-                | found
-            )
-            print(line, flush=True)
-            if args.out:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            asked = {"prompt_set": args.prompts, "prompts": len(texts)}
+            asked |= {"top_k": one.top_k, "depth": one.depth, "num_nodes": speculation.nodes, "coupled": args.coupled}
+            asked |= {"temperature": args.temperature, "max_tokens": args.max_tokens}
+            records.append(args.out, about | asked | found)
     except (ValueError, FileNotFoundError) as error:
         parser.error(" ".join(str(error).split()))
     return 0

@@ -50,8 +50,8 @@ def plan(args: argparse.Namespace, texts: list[str], speculation: ns.Speculation
         requests=[chat.encode(tokenizer, text) for text in texts],
         passes=0,
     )
-    common = records.describe(args, len(texts), device) | {"attend": None, "gemm": None, "model": name, "draft": draft}
-    return rows(args, engine, job, common, records.present(args.out / f"{engine}-{args.config}.jsonl"))
+    about = records.about(engine, name, draft, device)
+    return rows(args, engine, job, about, records.present(args.out / f"{engine}-{args.config}.jsonl"))
 
 
 def find_head(engine: str, name: str) -> tuple[str, str]:
@@ -84,7 +84,7 @@ def as_sglang_knows_it(head: Path, folder: Path) -> Path:
 
 
 def rows(
-    args: argparse.Namespace, engine: str, job: Job, common: dict[str, Any], seen: set[str]
+    args: argparse.Namespace, engine: str, job: Job, about: dict[str, Any], seen: set[str]
 ) -> Iterator[dict[str, Any]]:
     """Measure every row that is missing. Args: seen: the keys of those that are there.
 
@@ -94,7 +94,7 @@ def rows(
         if job.draft and engine == "sglang":
             job = replace(job, draft=str(as_sglang_knows_it(Path(job.draft), Path(folder))))
         for bs in args.bs:
-            labels = [records.label(args, engine, bs, run) | common for run in range(args.runs)]
+            labels = [about | records.label(args, bs, run, len(job.requests)) for run in range(args.runs)]
             missing = [row for row in labels if records.key(row) not in seen]
             if not missing:
                 continue

@@ -18,7 +18,7 @@ import torch
 
 import nanospec_fn as ns
 from bench import acceptance, records, widen
-from nanospec_fn import arguments, chat, jsonl, prompts, revision
+from nanospec_fn import arguments, chat, prompts
 
 PLAIN = "plain"
 WORKS = ("1:8x256", "8:40x512")
@@ -197,20 +197,10 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     try:
         task = load(args, max(one.prompts for one in works))
-        weight = task.model.params.embed
-        about = {"model": task.model.name, "draft": task.name, "prompt_set": args.prompts, "dtype": str(weight.dtype)}
-        attend = ns.build(task.model, engine=ns.EngineConfig(attend=task.attend)).static.attend
-        about |= {"attend": type(attend).__name__.lower(), "gemm": task.model.cfg.gemm}
-        about |= {"gpu": records.device_name(weight.device)}
-        about |= {"torch": torch.__version__, "commit": revision.commit()}
+        about = records.about_own(task.model, task.name, task.attend) | {"prompt_set": args.prompts}
         for temperature in args.temperature:
             for row in compare(task, works, [None, *args.shape], temperature, args.score):
-                line = jsonl.to_line(row | about)
-                print(line, flush=True)
-                if args.out:
-                    with args.out.open("a", encoding="utf-8") as file:
-                        file.write(line + "\n")
-                rows.append(row | about)
+                rows.append(records.append(args.out, row | about))
     except (ValueError, FileNotFoundError) as error:
         parser.error(" ".join(str(error).split()))
     print(table(rows))

@@ -15,7 +15,7 @@ import torch
 
 import nanospec_fn as ns
 from bench import records, rounds, widen
-from nanospec_fn import arguments, jsonl, program, revision
+from nanospec_fn import arguments, program
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,26 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         found = measure(model, draft, args.prompts, args.tokens, args.repeats, args.backend)
     except (ValueError, FileNotFoundError) as error:
         parser.error(" ".join(str(error).split()))
-    row = {"model": model.name, "draft": draft_name, "prompts": args.prompts, "tokens": args.tokens} | found
-    line = jsonl.to_line(row | about(model))
-    print(line)
-    with (args.out / f"prefill-{Path(model.name).name}.jsonl").open("a", encoding="utf-8") as out:
-        out.write(line + "\n")
+    about = records.about_own(model, draft_name, args.backend) | {"prompts": args.prompts, "tokens": args.tokens}
+    records.append(args.out / f"prefill-{Path(model.name).name}.jsonl", about | found)
     return 0
-
-
-def about(model: ns.Model) -> dict[str, Any]:
-    """The device and versions of a row."""
-    weight = model.params.embed
-    return {
-        "engine": "nanospec",
-        "version": revision.version("nanospec"),
-        "gpu": records.device_name(weight.device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "commit": revision.commit(),
-    }
 
 
 @torch.no_grad()

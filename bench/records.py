@@ -1,4 +1,8 @@
-"""The rows of bench.run: what tells two of them apart, and the files that keep them."""
+"""The rows of the benchmarks: what each says of what was measured, what tells two apart, the files that keep them.
+
+Every benchmark names the same facts by the same keys (`about`). Older rows in bench/results lack some, and name others
+as they did then: bench.acceptance's GPU is their "device", and a dtype is "torch.bfloat16" in some.
+"""
 
 import argparse
 import json
@@ -7,33 +11,63 @@ from typing import Any
 
 import torch
 
+import nanospec_fn as ns
 from bench.measure import Measured
-from nanospec_fn import files, revision
+from nanospec_fn import files, jsonl, revision
 
 MEASURED = ("out_tokens", "tok_s", "tpot_ms", "mean_accepted_len", "round_ms", "identical")  # the rest is a row's key
+OWN = "nanospec"
 
 
-def label(args: argparse.Namespace, engine: str, bs: int, run: int) -> dict[str, Any]:
-    """A row's own place in the table."""
-    return {"engine": engine, "version": revision.version(engine), "config": args.config, "bs": bs, "run": run}
+def about(
+    engine: str, model: str, draft: str, device: torch.device, attend: str | None = None, gemm: str | None = None
+) -> dict[str, Any]:
+    """What a row says of the engine, its weights, the machine and the code.
 
-
-def describe(args: argparse.Namespace, count: int, device: torch.device) -> dict[str, Any]:
-    """What all rows of a call have in common; `count` prompts."""
+    Args: model, draft: names; attend, gemm: `backends`, None for other projects' engines.
+    """
     return {
-        "prompts": count,
-        "max_tokens": args.max_tokens,
-        "gpu": device_name(device),
+        "engine": engine,
+        "version": revision.version(engine),
+        "model": model,
+        "draft": draft,
+        "attend": attend,
+        "gemm": gemm,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "commit": revision.commit(),
-        "prompt_set": args.prompts,
     }
 
 
-def device_name(device: torch.device) -> str:
-    """A row's "gpu": the name of the GPU, else the kind of device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def about_own(model: ns.Model, draft: str, attend: str) -> dict[str, Any]:
+    """`about` of this engine, and its dtype, which bench.run's rows do not have: their keys are a contract."""
+    weight = model.params.embed
+    found = about(OWN, model.name, draft, weight.device, *backends(model, attend))
+    return found | {"dtype": str(weight.dtype).removeprefix("torch.")}
+
+
+def backends(model: ns.Model, attend: str) -> tuple[str, str]:
+    """This engine's attention and matmul. Args: attend: as it was asked for."""
+    static = ns.build(model, engine=ns.EngineConfig(attend=attend)).static
+    return type(static.attend).__name__.lower(), model.cfg.gemm
+
+
+def append(path: Path | None, row: dict[str, Any]) -> dict[str, Any]:
+    """Print a row as one strict JSON line and append it to a file, where one is named -> the row as it is read back."""
+    line = jsonl.to_line(row)
+    print(line, flush=True)
+    if path:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def label(args: argparse.Namespace, bs: int, run: int, count: int) -> dict[str, Any]:
+    """A row of bench.run's own place in the table, and what was asked of it; `count` prompts."""
+    asked = {"prompts": count, "max_tokens": args.max_tokens, "prompt_set": args.prompts}
+    return {"config": args.config, "bs": bs, "run": run} | asked
 
 
 def figures(measured: Measured, plain: list[list[int]] | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 
 import nanospec_fn as ns
 from bench import acceptance, payoff, phases, records, rounds, traffic, widen
-from nanospec_fn import arguments, chat, jsonl, prompts, revision
+from nanospec_fn import arguments, chat, prompts
 
 Row = dict[str, Any]
 PLAIN = "plain"
@@ -83,13 +83,7 @@ def main(argv: list[str] | None = None) -> int:
             if len({name_of(x) for x in shapes}) < len(shapes):
                 raise ValueError("argument --shape: a shape is given twice")
             missing, file = plan(args, shapes)
-            found = []
-            for row in missing:
-                line = jsonl.to_line(row)
-                print(line, flush=True)
-                with file.open("a", encoding="utf-8") as out:
-                    out.write(line + "\n")
-                found.append(json.loads(line))
+            found = [records.append(file, row) for row in missing]
         if not any(row["config"] == PLAIN for row in found):
             raise ValueError(f"{file}: the newest run has no row of plain decoding")
     except (ValueError, FileNotFoundError) as error:
@@ -130,7 +124,7 @@ def plan(args: argparse.Namespace, shapes: Sequence[ns.Speculation]) -> tuple[It
     requests = [chat.encode(model.tokenizer, text) for text in texts]
     arguments.make_folder(args.out)
     file = args.out / f"roofline-{Path(model.name).name}.jsonl"
-    return measured(args, model, draft, shapes, requests, {"model": model.name, "draft": name}), file
+    return measured(args, model, draft, shapes, requests, name), file
 
 
 def measured(
@@ -139,24 +133,11 @@ def measured(
     draft: ns.Draft | None,
     shapes: Sequence[ns.Speculation],
     requests: list[list[int]],
-    names: dict[str, str],
+    name: str,
 ) -> Iterator[Row]:
-    """Measure the ceiling, the acceptance of each shape, and then every round."""
-    weight = model.params.embed
-    ceiling = rounds.read_ceiling(weight.device)
-    attend = ns.build(model, engine=ns.EngineConfig(attend=args.backend)).static.attend
-    common = names | {
-        "engine": "nanospec",
-        "version": revision.version("nanospec"),
-        "gpu": records.device_name(weight.device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "commit": revision.commit(),
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "attend": type(attend).__name__.lower(),
-        "repeats": args.repeats,
-        "read_gb_s": ceiling / 1e9,
-    }
+    """Measure the ceiling, the acceptance of each shape, and then every round. Args: name: the draft's."""
+    ceiling = rounds.read_ceiling(model.params.embed.device)
+    common = records.about_own(model, name, args.backend) | {"repeats": args.repeats, "read_gb_s": ceiling / 1e9}
     kinds: list[tuple[ns.Speculation | None, float]] = [(None, 1.0)]
     given = lengths(args.accepted, [name_of(shape) for shape in shapes])
     for shape in shapes:

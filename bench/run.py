@@ -18,7 +18,7 @@ from typing import Any
 import nanospec_fn as ns
 from bench import apart, isolated, measure, peers, records, widen
 from bench.measure import Contender
-from nanospec_fn import arguments, chat, jsonl, kernels, prompts, weights
+from nanospec_fn import arguments, chat, kernels, prompts, weights
 
 CONFIGS: dict[str, ns.Speculation | None] = {
     "nospec": None,
@@ -27,7 +27,7 @@ CONFIGS: dict[str, ns.Speculation | None] = {
     "tree6": ns.Speculation(top_k=6, depth=5),
     "auto": ns.Speculation(top_k=4, depth=5),  # the host picks among no draft, chains and this tree
 }
-BESIDE = ("nanospec", "transformers")  # in this process
+BESIDE = (records.OWN, "transformers")  # in this process
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -115,10 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(" ".join(str(error).split()))
     try:
         for row in missing:
-            line = jsonl.to_line(row)
-            print(line, flush=True)
-            with (args.out / f"{row['engine']}-{row['config']}.jsonl").open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            records.append(args.out / f"{row['engine']}-{row['config']}.jsonl", row)
             measured += 1
         if not measured:
             print(f"{parser.prog}: every row is in {args.out} already, nothing was measured", file=sys.stderr)
@@ -157,9 +154,9 @@ def plan(args: argparse.Namespace, texts: list[str], speculation: ns.Speculation
     if speculation and draft is None:
         raise ValueError(f"argument --draft: {args.config} needs a draft, got none")
     engine = ns.EngineConfig(attend=args.backend, variants="auto" if args.config == "auto" else "fixed")
-    attend = ns.build(model, engine=engine).static.attend
-    own = {"attend": type(attend).__name__.lower(), "gemm": model.cfg.gemm}
-    common = records.describe(args, len(texts), model.params.embed.device) | {"model": model.name, "draft": name}
+    used = {records.OWN: records.backends(model, args.backend)}
+    where = model.params.embed.device
+    about = {one: records.about(one, model.name, name, where, *used.get(one, ())) for one in args.engine}
     requests = [chat.encode(model.tokenizer, text) for text in texts]
     for number, request in enumerate(requests):
         if len(request) >= model.cfg.max_context:
@@ -168,41 +165,40 @@ def plan(args: argparse.Namespace, texts: list[str], speculation: ns.Speculation
                 f"{model.cfg.max_context}"
             )
     make: dict[str, Callable[[], Contender]] = {
-        "nanospec": lambda: measure.Nanospec(model, draft, speculation, engine),
+        records.OWN: lambda: measure.Nanospec(model, draft, speculation, engine),
         "plain": lambda: measure.Nanospec(model, None, None, engine),
         "transformers": lambda: peers.Transformers(model),
     }
-    return rows(args, make, requests, common, own, seen)
+    return rows(args, make, requests, about, seen)
 
 
 def rows(
     args: argparse.Namespace,
     make: dict[str, Callable[[], Contender]],
     requests: list[list[int]],
-    common: dict[str, Any],
-    own: dict[str, Any],
+    about: dict[str, dict[str, Any]],
     seen: dict[str, set[str]],
 ) -> Iterator[dict[str, Any]]:
     """Measure every row that is missing, the engines side by side within a run.
 
-    Args: make: an engine by name, and "plain", which nanospec's tokens are compared with; own: nanospec's backends;
-      seen: the keys of each engine's rows that are there.
+    Args: make: an engine by name, and "plain", which nanospec's tokens are compared with; about: each engine's
+      `records.about`; seen: the keys of each engine's rows that are there.
     """
     engines: dict[str, Contender] = {}
     plain: list[list[int]] | None = None
     for bs, run, name in itertools.product(args.bs, range(args.runs), args.engine):
-        row = records.label(args, name, bs, run) | common | (own if name == "nanospec" else dict.fromkeys(own))
+        row = about[name] | records.label(args, bs, run, len(requests))
         if records.key(row) in seen[name]:
             continue
         if name not in engines:
             engines[name] = make[name]()
-        if name == "nanospec" and plain is None and not args.no_check:
+        if name == records.OWN and plain is None and not args.no_check:
             # Plain decoding has the same bits at any batch size (docs/promises.md, G1): run it once, at the quickest.
             print(f"plain decoding of {len(requests)} prompts, to compare with", file=sys.stderr)
             plain = make["plain"]().measure(requests, max(args.bs), args.max_tokens).outputs
         print(f"measuring {name} {args.config}, batch size {bs}, run {run}", file=sys.stderr)
         measured = engines[name].measure(requests, bs, args.max_tokens)
-        yield row | records.figures(measured, plain if name == "nanospec" else None)
+        yield row | records.figures(measured, plain if name == records.OWN else None)
 
 
 if __name__ == "__main__":

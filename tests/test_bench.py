@@ -1,13 +1,14 @@
 """The benchmark's rows: the contract's keys, right figures on a tiny target, resuming, refusals."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 import nanospec_fn as ns
-from bench import measure, peers, run
-from nanospec_fn import chat, program, prompts, weights
+from bench import acceptance, identity, measure, peers, prefill, roofline, run, table
+from nanospec_fn import chat, program, prompts, revision, weights
 from nanospec_fn.attention import Canonical
 from tests import tiny
 
@@ -78,6 +79,43 @@ def test_rows_hold_the_contract_and_right_figures(bench, tmp_path):
         assert (row["engine"], row["config"], row["draft"], row["prompts"]) == ("nanospec", "chain", "frozen", 3)
         assert (row["commit"], row["gpu"], row["torch"]) == ("abc123", "cpu", torch.__version__)
     assert [strict(line) for line in (tmp_path / "out" / "nanospec-chain.jsonl").read_text().splitlines()] == rows
+
+
+def test_every_benchmark_names_the_same_facts(folder, tmp_path, capsys, monkeypatch):
+    """Bugs: a row without the code or the torch that it is of; "device" for "gpu"; a backend as it was asked for, which
+    does not say which one it was; a line printed and not kept."""
+    monkeypatch.setenv("NANOSPEC_COMMIT", "abc123")
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    model = ["--model", folder, "--draft", "frozen", "--device", "cpu"]
+    ask = [*model, "--prompts", str(tmp_path / "prompts.txt"), "--out"]
+    sizes = ["--shape", "1x2", "--max-tokens", "5"]
+    assert acceptance.main([*ask, str(tmp_path / "a"), *sizes, "--bs", "3"]) == 0
+    assert identity.main([*ask, str(tmp_path / "i"), "--shape", "1x2", "--bs", "2:2x5", "--score", "1"]) == 0
+    assert run.main([*ask, str(tmp_path), "nanospec", "--config", "chain", "--bs", "1", *SMALL[:2], "--runs", "1"]) == 0
+    assert prefill.main([*model, "--prompts", "2", "--tokens", "9", "--out", str(tmp_path)]) == 0
+    found = {}
+    for file in (tmp_path / "a", tmp_path / "i", tmp_path / "nanospec-chain.jsonl", tmp_path / "prefill-model.jsonl"):
+        found[file.name] = [strict(line) for line in file.read_text().splitlines()]
+    wanted = {"engine": "nanospec", "version": revision.version("nanospec"), "model": folder, "draft": "frozen"}
+    wanted |= {"attend": "sdpa", "gpu": "cpu", "threads": 1}
+    wanted |= {"torch": torch.__version__, "commit": "abc123", "gemm": ns.load(folder, device="cpu").cfg.gemm}
+    rows = [row for rows in found.values() for row in rows]
+    assert [{name: row[name] for name in wanted} for row in rows] == [wanted] * len(rows)
+    assert [row.get("dtype") for row in rows] == ["float32"] * 5 + [None, "float32"]  # bench.run's keys are a contract
+    assert {name: len(rows) for name, rows in found.items()} == dict(zip(found, (1, 4, 1, 1), strict=True))
+    said = capsys.readouterr().out.splitlines()
+    assert [strict(line) for line in said if line.startswith("{")] == rows
+
+
+def test_rows_that_were_kept_can_be_read():
+    """Bug: a reader that wants of old rows what new ones have."""
+    results = Path(run.__file__).parent / "results"
+    for folder in (results / "h200" / "mt-bench", results / "cpu" / "gsm8k"):
+        rows = [row for file in folder.glob("*.jsonl") for row in table.read(file)]
+        assert table.render(rows, [])
+    rows = roofline.read(results / "h200" / "roofline-smollm2-in-llama-3.1-8b.jsonl")
+    assert roofline.table(rows)
+    assert not any(table.is_row(row) for row in table.read(results / "acceptance-h200.jsonl"))
 
 
 def test_present_rows_are_skipped_and_a_cut_off_row_is_measured_again(bench, tmp_path):

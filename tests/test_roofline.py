@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nanospec_fn as ns
-from bench import payoff, phases, roofline, rounds, shapes, traffic
+from bench import payoff, phases, records, roofline, rounds, shapes, traffic
 from nanospec_fn import attention, draft, eagle, model
 from tests import tiny
 
@@ -223,7 +223,7 @@ def test_rows_of_a_run(finished):
         assert row["of_ceiling"] == pytest.approx(row["floor_ms"] / row["round_ms"])
         assert row["tok_s"] == pytest.approx(1e3 * row["bs"] * row["tokens_a_round"] / row["round_ms"])
         assert row["read_gb_s"] == 1.0
-        assert {"engine", "version", "gpu", "torch", "commit", "model", "draft", "attend", "dtype"} <= set(row)
+        assert {*records.about("x", "m", "d", torch.device("cpu")), "dtype"} <= set(row)
         assert 20 < row["context"] < 60
     assert "| plain | 1 |" in printed
     assert "tree 2x2, " in printed
