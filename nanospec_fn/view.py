@@ -16,9 +16,10 @@ from nanospec_fn.trace import Round, Trace
 from nanospec_fn.trees import Tree
 
 MOST = 60  # nodes of a tree that are shown
-STYLE = {"accepted": "\033[1;32m", "own": "\033[1;36m", "root": "", "rejected": "\033[2m"}
+DIM, RESET = "\033[2m", "\033[0m"
+COLOURS = tuple(f"\033[{code}m" for code in (32, 36, 34, 35, 33, 31))  # draft depths 1, 2, ...; the last for all deeper
+STYLE = {"accepted": "\033[1;32m", "own": "\033[1;36m", "root": "", "rejected": DIM}
 MARK = {"accepted": "*", "own": "+", "root": " ", "rejected": " "}
-RESET = "\033[0m"
 UNICODE, ASCII = ("├─ ", "└─ ", "│  ", "   "), ("|- ", "`- ", "|  ", "   ")  # a child, the last one, below these
 
 

@@ -50,10 +50,8 @@ ORDER = (
     "view",
     "tally",
     "picture",
-    "replay",
-    "kl_command",
-    "picture_command",
     "doctor",
+    "commands",
     "__main__",
 )
 LIBRARY = sorted((ROOT / "nanospec_fn").rglob("*.py"))

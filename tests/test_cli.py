@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import nanospec_fn as ns
-from nanospec_fn import __main__, jsonl
+from nanospec_fn import __main__, jsonl, view
+from nanospec_fn.commands import generate
 from tests import tiny
 
 HUGE = str(10**30)
@@ -275,9 +276,9 @@ def test_show_colours_each_token_by_its_origin():
             (tokens[5:], origin[5:], "length"),
         )
     ]
-    shown = "".join(__main__.follow(iter(chunks), ns.Completion(), SimpleNamespace(tokenizer=tokenizer)))
-    green, blue, end = __main__.COLOURS[0], __main__.COLOURS[2], __main__.RESET
-    cyan = __main__.COLOURS[1]
+    shown = "".join(generate.follow(iter(chunks), ns.Completion(), SimpleNamespace(tokenizer=tokenizer)))
+    green, blue, end = view.COLOURS[0], view.COLOURS[2], view.RESET
+    cyan = view.COLOURS[1]
     assert shown == f"a{green}b{end}{blue}\u00e9{end}c{green}d{end}{cyan}\ufffd{end}"
 
 
@@ -292,7 +293,7 @@ def test_show_adds_a_legend_and_leaves_the_text(folder, capsys, monkeypatch):
     assert re.sub(r"\033\[\d*m", "", text) == plain.removesuffix("\n").rsplit("\n", 1)[0]
     assert "the target's own 4" in legend  # the prefill's token and three bonus tokens
     for depth in (1, 2, 3):
-        assert __main__.paint(f"draft depth {depth}", depth) + " 3" in legend
+        assert generate.paint(f"draft depth {depth}", depth) + " 3" in legend
 
 
 def test_ctrl_c_keeps_what_there_is(folder, capsys, monkeypatch):

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import nanospec_fn as ns
-from nanospec_fn import __main__, picture, picture_command, tally, trace, view
+from nanospec_fn import __main__, picture, tally, trace, view
+from nanospec_fn.commands import picture as command
 from tests import tiny
 from tests.scripted import prompt, target
 
@@ -346,7 +347,7 @@ def test_acceptance_as_svg(made, tmp_path, capsys):
     file = tmp_path / "a.svg"
     assert run(capsys, "picture", made, "--acceptance", "--out", str(file))[0] == 0
     root = ET.fromstring(file.read_text())
-    assert [e.text for e in kinds(root, "text", "name")] == list(picture_command.PANELS)
+    assert [e.text for e in kinds(root, "text", "name")] == list(command.PANELS)
     assert [e.text for e in kinds(root, "text", "figures")][:2] == ["4/6", "2/3"]
     bars, whiskers = kinds(root, "rect", "bar"), kinds(root, "path", "whisker-edge")
     assert len(bars) == len(whiskers) == 2 + 8  # positions 0 and 3 of the answer were not tried
