@@ -1,4 +1,4 @@
-"""`python -m nanospec_fn kl`: what a lossy rule costs, as kl.py computes it.
+"""`python -m nanospec_fn kl`: what a lossy rule costs, as nanospec_fn/kl.py computes it.
 
 python -m nanospec_fn kl                    worst case per alpha and number of candidates
 python -m nanospec_fn kl --alpha 0.3 FILE   on the rows of a trace

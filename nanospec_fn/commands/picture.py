@@ -1,4 +1,4 @@
-"""`python -m nanospec_fn picture`: a trace as text or as SVG; view.py, tally.py and picture.py make them.
+"""`python -m nanospec_fn picture`: a trace as text or as SVG; view.py, tally.py and nanospec_fn/picture.py make them.
 
 python -m nanospec_fn picture FILE                             the tree of a round, as text
 python -m nanospec_fn picture FILE --round 3 --out tree.svg    of another one, as SVG
