@@ -20,7 +20,7 @@ import torch
 
 import nanospec_fn as ns
 from bench import acceptance, payoff, phases, records, rounds, traffic, widen
-from nanospec_fn import arguments, chat, prompts
+from nanospec_fn import arguments, chat, files, prompts
 
 Row = dict[str, Any]
 PLAIN = "plain"
@@ -222,7 +222,7 @@ def read(file: Path) -> list[Row]:
 
     Errors: ValueError naming the file and line; FileNotFoundError.
     """
-    if not file.is_file():
+    if not files.is_file(file):
         raise FileNotFoundError(f"{file}: no such file")
     rows = []
     for i, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from nanospec_fn import checkpoint, config, kernels, model
+from nanospec_fn import checkpoint, config, files, kernels, model
 
 C = TypeVar("C", bound=model.Config)
 
@@ -43,9 +43,9 @@ def find_shape(like: str) -> Shape:
     if like in SHAPES:
         return SHAPES[like]
     path = Path(like).expanduser()
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if files.is_folder(path) else path
     if path.suffix != ".json":
-        raise ValueError(f"like must be one of {', '.join(SHAPES)}, or a config.json, got {like!r}")
+        raise ValueError(f"like must be one of {', '.join(SHAPES)}, or a config.json, got {files.short(repr(like))}")
     cfg = config.parse(checkpoint.read_json(path), path)
     sizes = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(Shape) if hasattr(cfg, f.name)}
     return Shape(**sizes, draft_vocab_size=min(Shape.draft_vocab_size, cfg.vocab_size // 4))

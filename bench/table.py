@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanospec_fn import arguments, jsonl
+from nanospec_fn import arguments, files, jsonl
 
 OWN = "nanospec"
 ONE = ("gpu", "model", "prompt_set", "commit")  # of these a table has one value
@@ -74,8 +74,8 @@ def read(path: Path) -> list[Any]:
 
     Errors: ValueError for any other line that is not a row, FileNotFoundError, each naming the file.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+    if not files.is_file(path):
+        raise FileNotFoundError(f"{files.short(path)}: no such file")
     lines = path.read_bytes().split(b"\n")
     found = []
     for number, line in enumerate(lines, 1):

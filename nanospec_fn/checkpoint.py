@@ -4,6 +4,7 @@ Three containers (safetensors, PyTorch .bin, GGUF) come out as one `Checkpoint`,
 """
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanospec_fn import model
+from nanospec_fn import files, model
+
+LONGEST_ID = 96  # characters of a hub id
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,13 @@ def find(name: str) -> Path:
     if name == "smollm2":
         return find_smollm2()
     path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if files.is_folder(path) or (files.is_file(path) and path.suffix == ".gguf"):
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise ValueError(f"{name}: a model is a folder or a .gguf file")
-    if name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1:
-        raise FileNotFoundError(f"{name}: no such folder or .gguf file")
+    local = name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
+    if local or len(name) > LONGEST_ID:
+        raise FileNotFoundError(f"{files.short(name)}: no such folder or .gguf file")
     return download(name)
 
 

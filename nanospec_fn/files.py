@@ -1,6 +1,7 @@
 """Files that are written whole or not at all: beside their place, synced, and renamed into it.
 
-A kill leaves the old file or the new one; an error leaves the old one, and nothing beside it.
+A kill leaves the old file or the new one; an error leaves the old one, and nothing beside it. And how names are looked
+up that may be anything: one that no file can have names none.
 """
 
 import os
@@ -8,6 +9,24 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+LONGEST = 120  # characters of a name or value in a message
+
+
+def is_file(name: str | os.PathLike[str]) -> bool:
+    """Whether a file is there. `Path.is_file` raises for a name that is too long, or in a folder closed to us."""
+    return os.path.isfile(name)
+
+
+def is_folder(name: str | os.PathLike[str]) -> bool:
+    """Whether a folder is there, as `is_file`."""
+    return os.path.isdir(name)
+
+
+def short(name: object, most: int = LONGEST) -> str:
+    """A name or value for a message, its middle left out where it has more than `most` characters."""
+    text, half = str(name), most // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -267,7 +267,8 @@ def _job(
     _check_model(model)
     if on_error not in ("raise", "return"):
         raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
-    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
+    # The keys of a dict, or a set's members in no order, are no list of prompts.
+    if isinstance(prompts, str | Mapping | Set) or not hasattr(prompts, "__len__"):
         got = "one string" if isinstance(prompts, str) else repr(prompts)
         raise ValueError(f"prompts must be a list of prompts, got {got}")
     file = trace if isinstance(trace, tracing.File) or trace is None else tracing.File(trace)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nanospec_fn import files
+
 Prompt = str | list[int]  # text, or token ids
 
 SETS = {
@@ -31,8 +33,8 @@ def load(name: str, limit: int | None = None) -> list[str]:
 
 def read(path: Path) -> list[str]:
     """Every prompt of a file of texts, in order."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; NANOSPEC_DATA is a folder that holds {names()}")
+    if not files.is_file(path):
+        raise FileNotFoundError(f"{files.short(path)}: no such file; NANOSPEC_DATA is a folder that holds {names()}")
     return [text_of(prompt, where) for where, prompt in lines(path)]
 
 

@@ -58,8 +58,8 @@ def parse_source(text: str) -> tuple[str, int | None]:
         raise ValueError(f"{text!r}: self needs a number of prompts, self:N")
     if Path(name).name in TEST_SETS:
         raise ValueError(f"{text!r}: a test set is not for training")
-    if name not in ("self", "gsm8k") and not Path(name).is_file():
-        raise FileNotFoundError(f"{name}: no such file (known besides files are self:N and gsm8k)")
+    if name not in ("self", "gsm8k") and not files.is_file(name):
+        raise FileNotFoundError(f"{files.short(name)}: no such file (known besides files are self:N and gsm8k)")
     return name, int(count) if count else None
 
 

@@ -24,6 +24,7 @@ ORDER = (
     "flashinfer",
     "eagle",
     "rehearsal",
+    "files",
     "config",
     "checkpoint",
     "chat",
@@ -39,7 +40,6 @@ ORDER = (
     "engine",
     "generate",
     "__init__",  # the package root, as seen by users and by the command lines below
-    "files",
     "revision",
     "prompts",
     "arguments",

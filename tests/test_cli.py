@@ -425,3 +425,12 @@ def test_version(capsys):
         __main__.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.strip() == importlib.metadata.version("nanospec-fn")
+
+
+def test_a_name_that_no_file_can_have_is_told_in_a_line(capsys, folder):
+    """Bug: the system's "File name too long" as a traceback, or 5000 characters of it."""
+    long = "a" * 5000
+    for words in (["--model", long], ["--model", folder, "--draft", f"eagle:{long}"]):
+        code, out, err = run(capsys, "hi", "--device", "cpu", *words)
+        assert (code, out) == (2, "")
+        assert err.endswith(f"error: {'a' * 60}...{'a' * 60}: no such folder or .gguf file\n")

@@ -40,6 +40,9 @@ REFUSED = {
     "pool larger than memory": (lambda: program(num_pages=2**30), "num_pages"),
     "tree of too many nodes": (lambda: ns.Speculation(top_k=256, depth=256).validate(), r"top_k \* depth"),
     "generate model": (lambda: ns.generate(None, [[1]]), "model must be"),
+    "generate dict": (lambda: ns.generate(target(), {1: [1, 2]}), "prompts must be a list of prompts, got {1:"),
+    "generate one set": (lambda: ns.generate(target(), {(1, 2)}), "prompts must be a list of prompts"),
+    "stream dict": (lambda: ns.stream(target(), {"a": 1}), "prompts must be a list of prompts"),
     "generate set": (lambda: ns.generate(target(), [{1, 2}]), "prompt 0"),
     "generate bytes": (lambda: ns.generate(target(), [b"ab"]), "prompt 0"),
     "stream model": (lambda: ns.stream("x", [[1]]), "model must be"),
@@ -57,3 +60,12 @@ def test_refused_by_name(case):
     call, name = REFUSED[case]
     with pytest.raises(ValueError, match=name):
         call()
+
+
+@pytest.mark.parametrize("call", [ns.load, lambda name: ns.load_draft(f"eagle:{name}", target()),
+                                  lambda name: ns.load_draft(f"model:{name}", target())])  # fmt: skip
+@pytest.mark.parametrize("name", ["a" * 5000, "a/" + "b" * 300, "./" + "a" * 300, "/" + "a/" * 3000])
+def test_a_name_that_no_file_can_have_is_not_found(call, name):
+    """Bug: the system's "File name too long"; and no hub is asked for what can be no id of it."""
+    with pytest.raises(FileNotFoundError, match=r"^[ab./]{60}\.\.\.[ab/]{60}: no such folder or .gguf file$"):
+        call(name)
