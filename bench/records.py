@@ -94,6 +94,8 @@ def present(path: Path) -> set[str]:
     Errors: ValueError naming the file and a line that is no row.
     """
     keys = set()
+    if path.is_dir():
+        raise ValueError(f"argument --out: {path} is a folder, rows are kept in a file")
     if path.exists():
         raw = path.read_bytes()
         whole = raw[: raw.rfind(b"\n") + 1]

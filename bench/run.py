@@ -96,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure the rows that are missing; the exit code."""
     parser = build_parser()
     args, measured = parser.parse_args(argv), 0
+    args.engine, args.bs = list(dict.fromkeys(args.engine)), list(dict.fromkeys(args.bs))  # named twice, measured once
     arguments.check_engine(parser, args)
     speculation = CONFIGS[args.config]
     if args.engine[0] in apart.CHAINS_ONLY and args.config != "auto" and speculation and speculation.top_k > 1:
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         make_rows = apart.plan if args.engine[0] in apart.MODULE else plan
         missing = make_rows(args, texts, speculation)
         arguments.make_folder(args.out)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     try:
         for row in missing:

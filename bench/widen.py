@@ -95,6 +95,8 @@ def load(target: str, draft: str, like: str | None, device: str) -> tuple[ns.Mod
 
     Errors: as `ns.load`, `ns.load_draft` and `widen_params`.
     """
+    if like:
+        check_like(like)
     small = ns.load(target, device=device, dtype="fp32" if like else "auto")
     name, head = arguments.load_draft(draft, small)
     if not like:
@@ -102,6 +104,14 @@ def load(target: str, draft: str, like: str | None, device: str) -> tuple[ns.Mod
     dtype = torch.bfloat16 if small.params.embed.is_cuda else torch.float32
     wide_model, wide_head = widen_params(small, like, head, dtype=dtype)
     return wide_model, name, wide_head
+
+
+def check_like(like: str) -> None:
+    """Refuse a value of --like before a model is loaded. Errors: ValueError that names the option."""
+    try:
+        shapes.find_shape(like)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"argument --like: {error}") from None
 
 
 def widen_draft(p: Widening) -> ns.Draft | None:
@@ -256,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        shapes.find_shape(args.like)
+        check_like(args.like)
         small = ns.load(args.model, device=args.device, dtype="fp32")
         draft = ns.load_draft(args.draft, small)
         planned = plan(small, args.like, draft, dtype=weights.PRECISIONS[args.dtype])

@@ -118,6 +118,29 @@ def test_rows_that_were_kept_can_be_read():
     assert not any(table.is_row(row) for row in table.read(results / "acceptance-h200.jsonl"))
 
 
+def test_what_is_named_twice_is_measured_once(bench):
+    """Bug: every row twice, and a file that bench.table refuses."""
+    code, rows, _ = bench("nanospec", "nanospec", "--bs", "1", "3", "1", *SMALL)
+    assert code == 0
+    assert [(row["bs"], row["run"]) for row in rows] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+
+
+def test_a_folder_in_the_place_of_a_result_file_is_refused(bench, tmp_path):
+    """Bug: a traceback."""
+    file = tmp_path / "out" / "nanospec-nospec.jsonl"
+    file.mkdir(parents=True)
+    code, rows, err = bench("nanospec", "--bs", "1", *SMALL)
+    assert (code, rows) == (2, [])
+    assert err == f"python -m bench.run: error: argument --out: {file} is a folder, rows are kept in a file\n"
+
+
+def test_a_shape_that_is_none_is_refused_under_its_option_before_a_model_is_loaded(bench, monkeypatch):
+    monkeypatch.delattr(ns, "load")
+    code, rows, err = bench("nanospec", "--like", "foo", *SMALL, "--bs", "1")
+    assert (code, rows) == (2, [])
+    assert err.startswith("python -m bench.run: error: argument --like: like must be one of llama-3.1-8b")
+
+
 def test_present_rows_are_skipped_and_a_cut_off_row_is_measured_again(bench, tmp_path):
     """Bugs: a second call doubles every row; a row cut off by a crash spoils the file or counts as there."""
     argv = ("nanospec", "--config", "nospec", "--bs", "1", *SMALL)
@@ -332,6 +355,12 @@ def test_bad_prompt_files_are_named(text, named, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(text)
     with pytest.raises(ValueError, match=named):
         prompts.load(str(tmp_path / "bad.jsonl"))
+
+
+def test_a_name_that_no_file_can_have_names_none():
+    """Bug: the system's "File name too long" as a traceback."""
+    with pytest.raises(FileNotFoundError, match=r"^a{60}\.\.\.a{60}: no such file"):
+        prompts.load("a" * 5000)
 
 
 def test_absent_data_names_variable_and_file(tmp_path, monkeypatch):
