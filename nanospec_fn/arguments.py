@@ -6,6 +6,7 @@ An option that is wrong ends the program with exit code 2 and one line that name
 import argparse
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -126,7 +127,8 @@ def real(low: float, high: float, low_too: bool = False) -> Callable[[str], floa
         except ValueError:
             value = float("nan")
         if not (low < value <= high or (low_too and value == low)):
-            raise argparse.ArgumentTypeError(f"must be a number from {low:g} to {high:g}, got {text!r}")
+            least = f"from {low:g} to" if low_too else f"above {low:g} and at most"
+            raise argparse.ArgumentTypeError(f"must be a number {least} {high:g}, got {text!r}")
         return value
 
     return number
@@ -222,10 +224,15 @@ def checked(parser: argparse.ArgumentParser, make: Callable[..., C], options: Ma
 def error_line(error: Exception, options: Mapping[str, str]) -> str:
     """An error in one line, under the option of the field whose name it begins with.
 
-    "lr must be 1" becomes "argument --lr: lr must be 1", and "draft: gone" becomes "argument --draft: gone".
+    "lr must be 1" becomes "argument --lr: lr must be 1", and "draft: gone" becomes "argument --draft: gone". Further on
+    a field of several words is called by its option too; one word may be any word.
     Args: options: field -> option or environment variable.
     """
-    text = " ".join(str(error).split())
+    first, space, rest = " ".join(str(error).split()).partition(" ")
+    for name, option in options.items():
+        if "_" in name and option.startswith("-"):
+            rest = re.sub(rf"(?<![\w./-]){name}(?![\w/-])", option, rest)  # not inside of a path
+    text = first + space + rest
     field = text.partition(" ")[0].rstrip(":")
     if field not in options:
         return text

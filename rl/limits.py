@@ -1,5 +1,6 @@
 """What the fields of a trainer's config may hold. Every check raises a ValueError that begins with the field's name."""
 
+import re
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
@@ -69,9 +70,9 @@ def check_real(config: Any, ranges: Mapping[str, tuple[float, float, bool]]) -> 
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Raise a ValueError that begins with a name again under the config's name for it."""
+    """Raise a ValueError that tells of other names again under the config's names for them."""
     try:
         yield
     except ValueError as error:
-        first, _, rest = str(error).partition(" ")
-        raise ValueError(f"{names.get(first, first)} {rest}") from None
+        text = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(error))
+        raise ValueError(text) from None

@@ -122,7 +122,7 @@ def test_only_the_corrected_run_finds_the_optimum():
 BAD = {
     "--samples 1": "argument --samples: at least 2",
     "--steps 0": "argument --steps: must be an integer from 1",
-    "--alpha 0": "argument --alpha: must be a number from 0 to 1",
+    "--alpha 0": "argument --alpha: must be a number above 0 and at most 1",
     "--corrections m2po": "argument --corrections: invalid choice",
     "--corrections exact exact": "argument --corrections: one is named twice",
     "--depth 300": "these sizes do not fit: depth must be an integer from 1 to 256",

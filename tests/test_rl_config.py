@@ -222,12 +222,32 @@ def test_python_and_the_command_line_take_the_same_numbers(config, field, tmp_pa
     assert {*taken} == {True, False}, "values of one kind alone were tried"
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            "--draft frozen --acceptance relaxed",
+            "--acceptance: acceptance 'relaxed' with tau=1 and --accept-topk=0 accepts nothing; "
+            "lower tau or raise --accept-topk",
+        ),
+        ("--draft frozen --spec-depth 200 --spec-topk 200", "--spec-topk: spec_topk * --spec-depth"),
+        ("--lr 0", "--lr: must be a number above 0 and at most 1, got '0'"),
+        ("--icepop-low -1", "--icepop-low: must be a number from 0 to 1, got '-1'"),
+    ],
+)
+def test_an_error_has_the_options_names_and_the_range_s_ends(words, said, capsys):
+    """Bug: "raise accept_top_k", which no option is called; "from 0", where 0 is refused."""
+    with pytest.raises(SystemExit):
+        grpo_options.parse(words.split())
+    assert f"argument {said}" in capsys.readouterr().err
+
+
 def test_a_given_option_is_known_by_being_given(capsys):
     """Catches: --draft-lr 1e-4, the default, that passes where 2e-4 is refused."""
     for value in ("1e-4", "2e-4"):
         with pytest.raises(SystemExit):
             grpo_options.parse(["--draft-lr", value])
-        assert "argument --draft-lr: needs draft_train True, got False" in capsys.readouterr().err
+        assert "argument --draft-lr: needs --draft-train True, got False" in capsys.readouterr().err
     assert grpo_options.parse(["--draft", "eagle", "--draft-train", "--draft-lr", "1e-4"]).draft_lr == 1e-4
 
 
