@@ -86,18 +86,19 @@ def refresh_(draft: ns.Draft | None, upkeep: Upkeep, state: DraftState, policy: 
 
 def learn_(
     draft: ns.Draft | None, upkeep: Upkeep, state: DraftState, policy: ns.Model, batches: Sequence[Batch], version: int
-) -> tuple[DraftState, list[float]]:
-    """An update of a head that trains for every batch, and the first step's cross-entropy [nats] before each.
+) -> tuple[DraftState, list[tuple[float, int]]]:
+    """An update of a head that trains for every batch; before each, the first step's cross-entropy [nats], a mean over
+    so many rows.
 
     Soft cross-entropy to the policy's own logits at what it really wrote; gradients reach the head alone. Overwrites
     `draft.params`, nothing of `state`.
     """
-    if draft is None or upkeep.recipe is None or upkeep.optimize is None:
+    if draft is None or upkeep.recipe is None or upkeep.optimize is None or not batches:
         return state, []
     train, losses = state.train, []
     for batch in batches:
         train, info = eagle_step.train_step(policy, upkeep.recipe, upkeep.optimize, train, batch)
-        losses.append(float(info["loss"][0]))
+        losses.append((float(info["loss"][0]), int(eagle_loss.counted(batch).sum())))
     serve_(draft, upkeep.recipe, train)
     made = state.version + len(losses)
     return struct.replace(state, version=made, changed=torch.full_like(made, version), train=train), losses
@@ -106,14 +107,19 @@ def learn_(
 def supervised(
     policy: ns.Model, upkeep: Upkeep, state: DraftState, scored: Sequence[tuple[MicroBatch, Scored]]
 ) -> Iterator[Batch]:
-    """What a head learns from: a batch for every microbatch that the policy has scored, whose streams it kept."""
+    """What a head learns from: a batch for every microbatch that the policy has scored, whose streams it kept.
+
+    One without a row that counts is left out: its update would be the optimizer's decay and momentum alone.
+    """
     if upkeep.recipe is None:
         return
     for batch, one in scored:
         row, live = eagle_loss.supervise(batch.length, batch.prompt, batch.tokens.shape[1], upkeep.recipe.unroll)
         best = torch.zeros_like(batch.tokens.flatten()).index_put((batch.row,), one.best).view(batch.tokens.shape)
         view = Seen(taps=one.taps, x=one.x, best=best)
-        yield eagle_loss.prepare(policy, state.train.target_id, batch.tokens, view, row, live)
+        made = eagle_loss.prepare(policy, state.train.target_id, batch.tokens, view, row, live)
+        if eagle_loss.counted(made).any():
+            yield made
 
 
 def serve_(draft: ns.Draft, recipe: HeadRecipe, train: TrainState) -> None:

@@ -111,13 +111,18 @@ def loss(
     for j, out in enumerate(rehearsal.outputs(params, cfg, embed, batch.tokens, batch.taps, len(batch.live))):
         logits = eagle.logits(params, cfg, out.flatten(0, 1)[batch.row], head)
         entropy = -(batch.target * logits.log_softmax(-1)).sum(-1)
-        weight = (batch.live[j] & batch.known).float()
+        weight = counted(batch, j).float()
         losses.append((entropy * weight).sum() / weight.sum().clamp_min(1))
         right = params.target_id[logits.detach().argmax(-1)] == batch.best
         hits.append((right & batch.live[j]).sum() / batch.live[j].sum().clamp_min(1))
     by_step = torch.stack(losses)
     weights = decay ** torch.arange(len(losses), device=by_step.device, dtype=by_step.dtype)
     return (by_step * weights).sum(), {"loss": by_step.detach(), "accuracy": torch.stack(hits)}
+
+
+def counted(batch: Batch, step: int = 0) -> Tensor:
+    """[m] bool: the rows that the loss of a draft step counts; where the first step has none, no later one has."""
+    return batch.live[step] & batch.known
 
 
 def drafted(

@@ -111,7 +111,7 @@ def train_step_(setting: Setting, state: RunState) -> tuple[RunState, dict[str, 
     line = grpo_log.of_rollouts(rollouts, clock) | grpo_log.of_tokens(config, tokens, known, weights)
     line |= grpo_log.of_versions(rollouts.version, tokens, state.step, int(state.draft.changed))
     line |= {"groups_with_signal": int((~flat).sum()), "groups": len(flat), "lr": config.lr}
-    line |= {"loss": float(loss), "grad_norm": float(norm), "draft_loss": losses[-1] if losses else None}
+    line |= {"loss": float(loss), "grad_norm": float(norm), "draft_loss": grpo_log.mean_loss(losses)}
     return RunState(policy=trained, draft=draft), {"step": state.step + 1} | line
 
 
@@ -153,17 +153,19 @@ def score(setting: Setting, rollouts: Experience) -> tuple[list[tuple[MicroBatch
 
 def train_draft_(
     setting: Setting, state: RunState, scored: Sequence[tuple[MicroBatch, Scored]]
-) -> tuple[DraftState, list[float]]:
+) -> tuple[DraftState, list[tuple[float, int]]]:
     """Train the head on the rollouts, if it is to learn; overwrites the served one.
 
-    Ranks make as many updates as the one with fewest batches.
+    Ranks make as many updates as the one with fewest batches that have something to learn from.
+    Returns: the state, and all ranks' losses as of `drafts.learn_`.
     """
     upkeep, served = setting.upkeep, setting.engine.model
     if upkeep.recipe is None:
         return state.draft, []
-    fewest = min(ranks.gather(setting.ranks, len(scored)))
-    batches = list(drafts.supervised(served, upkeep, state.draft, scored[:fewest]))
-    return drafts.learn_(setting.engine.draft, upkeep, state.draft, served, batches, state.step)
+    batches = list(drafts.supervised(served, upkeep, state.draft, scored))
+    fewest = min(ranks.gather(setting.ranks, len(batches)))
+    draft, own = drafts.learn_(setting.engine.draft, upkeep, state.draft, served, batches[:fewest], state.step)
+    return draft, [one for part in ranks.gather(setting.ranks, own) for one in part]
 
 
 def evaluate(setting: Setting, state: RunState) -> dict[str, Any]:

@@ -68,6 +68,12 @@ def of_rewards(rewards: Sequence[Reward]) -> dict[str, float | None]:
     }
 
 
+def mean_loss(losses: Sequence[tuple[float, int]]) -> float | None:
+    """The mean of batches' (mean loss, rows), each row counting once; None without a row."""
+    rows = sum(n for _, n in losses)
+    return sum(loss * n for loss, n in losses) / rows if rows else None
+
+
 def of_rollouts(rollouts: Experience, clock: Sequence[float]) -> dict[str, Any]:
     """Rewards, lengths and speed.
 

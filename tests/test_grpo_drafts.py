@@ -124,6 +124,37 @@ def test_a_step_overwrites_what_is_served_and_nothing_else_of_its_state(target, 
     assert [name for name, *two in pairs if not bytes_equal(*two)] == [n for n, *_ in pairs if n.startswith(parts)]
 
 
+def test_the_logged_loss_is_that_of_all_rows_of_the_step(target, head, tmp_path):
+    """Bug: the last microbatch's alone was logged, however small."""
+    more = f"--draft eagle:{head} {LEARN} --micro-tokens 40"
+    setting, state = setting_of(target, tmp_path, more)
+    scored, _ = grpo.score(setting, grpo.collect(setting, state))
+    batches = list(drafts.supervised(setting.engine.model, setting.upkeep, state.draft, scored))
+    _, losses = drafts.learn_(setting.engine.draft, setting.upkeep, state.draft, setting.engine.model, batches, 0)
+    rows = [int(batch.known.sum()) for batch in batches]
+    assert [n for _, n in losses] == rows
+    assert len(set(rows)) > 1
+    setting, state = setting_of(target, tmp_path, more)
+    state, line = grpo.train_step_(setting, state)
+    assert line["draft_loss"] == sum(loss * n for loss, n in losses) / sum(rows)
+    assert int(state.draft.version) == len(batches)
+
+
+@pytest.mark.parametrize("why", ["one token each", "another rank has nothing"])
+def test_nothing_to_learn_from_is_no_update(target, head, tmp_path, monkeypatch, why):
+    """A completion of one token supervises no row. Bug: an optimizer step of decay alone, a loss of 0.0, a version."""
+    short = why == "one token each"
+    setting, state = setting_of(target, tmp_path, f"--draft eagle:{head} {LEARN} --max-tokens {1 if short else 8}")
+    if not short:
+        monkeypatch.setattr(grpo.ranks, "gather", lambda ranks, own: [own, 0] if isinstance(own, int) else [own])
+    served = pytree.tree_map(torch.clone, setting.engine.draft.params)
+    after, line = grpo.train_step_(setting, state)
+    assert line["draft_loss"] is None
+    assert (int(after.draft.version), int(after.draft.changed)) == (0, 0)
+    assert bytes_equal(after.draft.train, state.draft.train)
+    assert bytes_equal(setting.engine.draft.params, served)
+
+
 class Killed(Exception):
     pass
 
