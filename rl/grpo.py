@@ -36,8 +36,9 @@ from rl import (
 )
 from rl.drafts import DraftState, Upkeep
 from rl.experience import EVALUATE, Experience, Order, Version
-from rl.grpo_config import GrpoConfig
+from rl.grpo_config import LOG, STATE, GrpoConfig, how_to_go_on
 from rl.grpo_log import Known
+from rl.grpo_options import say
 from rl.optimizer import Optimizer
 from rl.policy import MicroBatch, PolicyState, Scored
 from rl.policy_loss import Recipe
@@ -203,13 +204,12 @@ def fit_(setting: Setting, state: RunState, about: dict[str, Any], on: Hook = la
             wanted, last = alarm.served(setting.engine), step == config.steps
             evaluated = setting.task.held_out and config.eval_every and (last or step % config.eval_every == 0)
             line |= {"eval": evaluate(setting, state) if evaluated else None, "resumed": resumed}
-            resumed = False
             if first:
                 on("log", step)
-                run_files.append(config.out / "log.jsonl", line)
+                run_files.append(config.out / LOG, line)
             if first and (last or step % config.save_every == 0):
                 on("checkpoint", step)
-                run_files.save_state(config.out / "state.safetensors", state, about)
+                run_files.save_state(config.out / STATE, state, about)
             bar.set_postfix(reward=f"{line['reward']:.3f}", tok_s=f"{line['tok_s']:.0f}", refresh=False)
     return state
 
@@ -259,18 +259,33 @@ def resume_(setting: Setting, state: RunState, about: dict[str, Any]) -> RunStat
     """The state of --out's checkpoint, served; without a checkpoint `state`. The log goes on from there.
 
     Overwrites the engine's weights, the policy's and the draft's.
-    Errors: ValueError naming the option that differs, or a file that is no checkpoint.
+    Errors: ValueError naming the options that differ, or a file that is no checkpoint, or no log.
     """
-    log, path = setting.config.out / "log.jsonl", setting.config.out / "state.safetensors"
+    log, path = setting.config.out / LOG, setting.config.out / STATE
+    grpo_config.check_same(setting.config.out, about)
     if path.exists():
         state = run_files.load_state(path, state, lambda saved: run_files.same_run(saved, about, path))
         master = policy.publish_(setting.engine.model.params, state.policy.master)
         draft = drafts.restore_(setting.engine.draft, setting.upkeep, state.draft)
         state = RunState(policy=struct.replace(state.policy, master=master), draft=draft)
     ranks.gather(setting.ranks, None)  # nobody writes before everybody has read
-    if setting.ranks.first and log.exists():
-        run_files.keep_lines(log, lambda line: "header" in line or line["step"] <= state.step)
+    if setting.ranks.first and state.step and log.exists():
+        run_files.keep_steps(log, state.step)
+    if setting.ranks.first and not state.step:
+        say("no checkpoint yet: starting at step 1")
     return state
+
+
+def write_header(setting: Setting, state: RunState, about: dict[str, Any]) -> None:
+    """Begin the log, or put a header before the lines of one that a resumed run goes on with."""
+    log, served = setting.config.out / LOG, setting.engine.model
+    lines = run_files.read_lines(log) if state.step and log.exists() else []
+    if lines and "header" in lines[0]:
+        return
+    own = () if state.policy.master is served.params else state.policy.master
+    held = {"served": served.params, "master": own, "optimizer": state.policy.adam, "first": setting.reference}
+    held |= {"draft": setting.engine.params.draft, "draft_training": state.draft.train}
+    run_files.write_lines(log, [grpo_log.header(setting.config, served, about, held), *lines])
 
 
 def run(config: GrpoConfig, world: Ranks, on: Hook = lambda what, step: None) -> RunState:
@@ -288,17 +303,14 @@ def run(config: GrpoConfig, world: Ranks, on: Hook = lambda what, step: None) ->
     setting = begin(loaded, draft, tasks.load(config.task, loaded, config.seed), config, world)
     state = init(setting)
     about = grpo_config.signature(config) | {"weights": policy.fingerprint(loaded.params), "ranks": world.size}
-    if world.first:
-        config.out.mkdir(parents=True, exist_ok=True)
     if config.resume:
         state = resume_(setting, state, about)
-    log = config.out / "log.jsonl"
-    if world.first and not (log.exists() and run_files.read_lines(log)):
-        own = () if state.policy.master is loaded.params else state.policy.master
-        held = {"served": loaded.params, "master": own, "optimizer": state.policy.adam, "first": setting.reference}
-        held |= {"draft": setting.engine.params.draft, "draft_training": state.draft.train}
-        header = grpo_log.header(config, loaded, about, held)
-        run_files.write_lines(log, [header])
+    if world.first:
+        with run_files.writing(config.out):
+            config.out.mkdir(parents=True, exist_ok=True)
+        write_header(setting, state, about)
+        if state.step >= config.steps:
+            say(f"already at step {state.step}")
     return fit_(setting, state, about, on)
 
 
@@ -310,14 +322,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = ranks.start(config.device)
     try:
         run(config, world)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"python -m rl.grpo: error: {arguments.error_line(error, grpo_options.OPTIONS)}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        say(f"error: {arguments.error_line(error, grpo_options.OPTIONS)}")
         return 2
     except KeyboardInterrupt:
-        print("python -m rl.grpo: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        say(f"interrupted; {how_to_go_on(config)}")
+        return 1
+    except run_files.WriteError as error:
+        say(f"{error}; {how_to_go_on(config)}")
         return 1
     except run_files.RunError as error:
-        print(f"python -m rl.grpo: {' '.join(str(error).split())}", file=sys.stderr)
+        say(str(error))
         return 1
     ranks.stop(world)
     return 0

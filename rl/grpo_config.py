@@ -1,6 +1,7 @@
 """What a run of GRPO is made from, and what of it the engine, the loss and a checkpoint want to know."""
 
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import torch
 
 import nanospec_fn as ns
-from nanospec_fn import checkpoint, draft_model, weights
+from nanospec_fn import checkpoint, draft_model, files, weights
 from rl import limits, policy_loss, run_files, tasks
 from rl.policy_loss import Recipe
 
+LOG, STATE = "log.jsonl", "state.safetensors"  # in `out`
 # Fields that may differ between a run and the one that goes on with it.
 FREE = ("out", "resume", "steps", "save_every", "quiet", "device")
 NAMES = {"task": tasks.NAMES, "correction": policy_loss.CORRECTIONS, "loss": policy_loss.LOSSES}
@@ -168,15 +170,48 @@ def check_folder(config: GrpoConfig) -> None:
     """`out` is new, or holds the run that `resume` goes on with. Errors: ValueError that begins with the field."""
     if config.out.exists() and not config.out.is_dir():
         raise ValueError(f"out: {config.out} is a file")
-    if not config.resume and (config.out / "log.jsonl").exists():
+    for path in (config.out / LOG, config.out / STATE):
+        if os.path.lexists(path) and not files.is_file(path):
+            raise ValueError(f"out: {path} is {'a folder' if files.is_folder(path) else 'no regular file'}")
+    if not config.resume and (config.out / LOG).exists():
         raise ValueError(f"out: {config.out} holds a run; resume it, or name another folder")
-    saved = config.out / "state.safetensors"
-    if config.resume and saved.exists():
+    if config.resume:
         try:
-            about, wanted = run_files.read_about(saved), signature(config)
-            run_files.same_run({name: about.get(name) for name in wanted}, wanted, saved)
+            check_same(config.out, signature(config))
         except ValueError as error:
             raise ValueError(f"resume: {error}") from error
+
+
+def check_same(out: Path, wanted: Mapping[str, Any]) -> None:
+    """Refuse a folder that holds another run: its checkpoint says which, or the log's header before there is one.
+
+    Args: wanted: `signature`, or more of what a checkpoint belongs to; what it does not name is not compared.
+    Errors: ValueError naming the file and every option that differs.
+    """
+    state, log = out / STATE, out / LOG
+    if files.is_file(state):
+        about, path = run_files.read_about(state), state
+    elif files.is_file(log) and (lines := run_files.read_lines(log)):
+        about, path = about_of(lines[0], f"{log}:1"), log
+    else:
+        return
+    run_files.same_run({name: about.get(name) for name in wanted}, wanted, path)
+
+
+def about_of(line: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What the first line of a log says that the run belongs to, as a checkpoint does. Errors: ValueError."""
+    header = line.get("header")
+    options, model = (header.get(name) if isinstance(header, dict) else None for name in ("options", "model"))
+    if not isinstance(header, dict) or not isinstance(options, dict) or not isinstance(model, dict):
+        raise ValueError(f"{where}: no header, and there is no checkpoint: nothing says which run this is")
+    return options | {"weights": model.get("weights"), "ranks": header.get("ranks")}
+
+
+def how_to_go_on(config: GrpoConfig) -> str:
+    """What --resume would do with what a run that ended has left."""
+    if files.is_file(config.out / STATE):
+        return "--resume goes on from the last checkpoint"
+    return "no checkpoint yet: --resume starts at step 1"
 
 
 def recipe(config: GrpoConfig) -> Recipe:

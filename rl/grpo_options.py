@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -130,6 +131,11 @@ def name_of(args: argparse.Namespace) -> str:
     draft = grpo_config.draft_name(args.draft).kind + ("-train" if args.draft_train else "")
     draft += f"-refresh{args.draft_refresh}" if args.draft_refresh else ""
     return "-".join((args.task, draft, rule, args.correction, args.loss, f"seed{args.seed}"))
+
+
+def say(text: str) -> None:
+    """A line for who started the run."""
+    print(f"python -m rl.grpo: {' '.join(text.split())}", file=sys.stderr)
 
 
 def deterministic() -> None:

@@ -5,7 +5,8 @@ A log is strict JSON, one object a line; only its last line can be torn, and rea
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,34 @@ from torch.utils import _pytree as pytree
 
 from nanospec_fn import files, jsonl, struct
 
+MOST_STEP = 2**31 - 1
+
 
 class RunError(RuntimeError):
     """Why a run cannot go on, in words for who started it."""
 
 
+class WriteError(RunError):
+    """A file of the run that cannot be written, such as on a full disk; what stood there before still does."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Errors: WriteError naming the file, for whatever the block cannot write."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise WriteError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
+
+
 def save_state(path: Path, tree: Any, about: Mapping[str, Any]) -> None:
-    """A pytree of tensors, no two of which share memory, and what it belongs to, as one safetensors file."""
+    """A pytree of tensors, no two of which share memory, and what it belongs to, as one safetensors file.
+
+    Errors: WriteError; the file is the old one then.
+    """
     leaves = zip(struct.leaf_names(tree), pytree.tree_leaves(tree), strict=True)
     tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves}
-    with files.whole(path) as part:
+    with writing(path), files.whole(path) as part:
         save_file(tensors, part, metadata={"about": json.dumps(about)})
 
 
@@ -49,23 +68,32 @@ def read_about(path: Path) -> dict[str, Any]:
     """What a saved state belongs to. Errors: ValueError for a file that is no state."""
     try:
         with safe_open(path, framework="pt") as file:
-            about: dict[str, Any] = json.loads((file.metadata() or {})["about"])
-    except (SafetensorError, KeyError, ValueError) as error:
+            about = json.loads((file.metadata() or {})["about"])
+    except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a training state ({error})") from error
+    if not isinstance(about, dict):
+        raise ValueError(f"{path}: not a training state (it belongs to {files.short(repr(about))})")
     return about
 
 
 def same_run(saved: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    """Refuse to resume a state that belongs to another run, naming the option. Errors: ValueError."""
+    """Refuse to resume a file that belongs to another run, naming every option that differs. Errors: ValueError."""
     wanted = json.loads(json.dumps(wanted))
-    for name in sorted({*saved, *wanted}):
-        if saved.get(name) != wanted.get(name):
-            raise ValueError(f"{path}: belongs to a run with {name} {saved.get(name)!r}, not {wanted.get(name)!r}")
+    differ = [
+        f"{name} {saved.get(name)!r}, not {wanted.get(name)!r}"
+        for name in sorted({*saved, *wanted})
+        if saved.get(name) != wanted.get(name)
+    ]
+    if differ:
+        raise ValueError(f"{path}: belongs to a run with {'; '.join(differ)}")
 
 
 def append(log: Path, line: Mapping[str, Any]) -> None:
-    """Add a line to a log, on the disk when this returns. Numbers that are not finite become null."""
-    with log.open("ab") as file:
+    """Add a line to a log, on the disk when this returns. Numbers that are not finite become null.
+
+    Errors: WriteError.
+    """
+    with writing(log), log.open("ab") as file:
         file.write(jsonl.to_line(line).encode("ascii") + b"\n")
         file.flush()
         os.fsync(file.fileno())
@@ -85,11 +113,21 @@ def read_lines(log: Path) -> list[dict[str, Any]]:
     return found
 
 
-def keep_lines(log: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Leave only the wanted lines in a log, a torn one never among them."""
-    write_lines(log, [line for line in read_lines(log) if wanted(line)])
+def step_of(line: Mapping[str, Any], where: str) -> int:
+    """The step that a line of a log tells of. Errors: ValueError that begins with `where`, its file and line."""
+    step = line.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MOST_STEP:
+        raise ValueError(f"{where}: step must be an integer from 0 to {MOST_STEP}, got {files.short(repr(step))}")
+    return step
+
+
+def keep_steps(log: Path, last: int) -> None:
+    """Leave only headers and steps up to `last` in a log. Errors: ValueError naming a line that is neither."""
+    numbered = enumerate(read_lines(log), 1)
+    write_lines(log, [x for number, x in numbered if "header" in x or step_of(x, f"{log}:{number}") <= last])
 
 
 def write_lines(log: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write a log anew, whole or not at all."""
-    files.write(log, "".join(jsonl.to_line(line) + "\n" for line in lines).encode("ascii"))
+    """Write a log anew, whole or not at all. Errors: WriteError."""
+    with writing(log):
+        files.write(log, "".join(jsonl.to_line(line) + "\n" for line in lines).encode("ascii"))

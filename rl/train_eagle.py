@@ -80,7 +80,7 @@ def fit(
         train = run_files.load_state(path, train, lambda saved: run_files.same_run(saved, about, path))
     done = int(train.adam.count)
     if log.exists():
-        run_files.keep_lines(log, lambda line: line["step"] <= done)
+        run_files.keep_steps(log, done)
     batch_of = batches_by_step(target, recipe, train.target_id, data, members, config)
     begun, tokens_seen = time.perf_counter(), 0
     for step in tqdm(range(done, config.steps), initial=done, total=config.steps, unit="step", disable=config.quiet):
