@@ -20,6 +20,8 @@ from nanospec_fn import arguments, files
 from rl import run_files
 
 MISSING = "matplotlib is not installed: pip install 'nanospec-fn[rl]'"
+NAMED = 16  # runs or settings that a legend has room for
+WIDEST = 60  # characters of its line
 END = 5  # steps at either end of a run that its figures are means over
 # field of a log line: (title, axis with its unit)
 PANELS = {
@@ -29,6 +31,7 @@ PANELS = {
     "kl_mu_old": ("KL(mu || pi_old): what the lossy rule costs", "nats per token"),
     "kl_old_0": ("KL(pi_old || pi_0): how far training went", "nats per token"),
 }
+WRITTEN = ("curves.png", "knee.png", "table.md")
 HUGE = 1e300  # JSON knows no limit; NaN is not below it either
 FIELDS = ("solved", "w_max", "ess", *PANELS)
 # Options that make no other setting: the corrections, which are compared, and what no figure should depend on.
@@ -54,9 +57,11 @@ def read(path: Path) -> Run:
 
     Errors: FileNotFoundError, or ValueError naming the file and line that is no line of such a log.
     """
-    log = path / "log.jsonl" if path.is_dir() else path
-    if not log.is_file():
-        raise FileNotFoundError(f"{log}: no such file; a run is a folder that holds log.jsonl, or such a file")
+    log = path / "log.jsonl" if files.is_folder(path) else path
+    if not files.is_file(log):
+        raise FileNotFoundError(
+            f"{files.short(log)}: no such file; a run is a folder that holds log.jsonl, or such a file"
+        )
     options: dict[str, Any] | None = None
     rows: dict[int, dict[str, float]] = {}
     for i, record in enumerate(run_files.read_lines(log), 1):
@@ -90,10 +95,7 @@ def options_of(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def row_of(record: Mapping[str, Any], where: str) -> tuple[int, dict[str, float]]:
     """A line's step, and its value of each field that is drawn."""
-    step = record.get("step")
-    if not isinstance(step, int) or isinstance(step, bool):
-        raise ValueError(f"{where}: step must be an integer, got {step!r}")
-    values = {}
+    step, values = run_files.step_of(record, where), {}
     for field in FIELDS:
         value = record.get(field)
         real = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < HUGE
@@ -137,9 +139,14 @@ def label(run: Run) -> str:
     return f"{run.name} ({acceptance(run.options)}; {correction_of(run)})"
 
 
+def printable(text: str) -> str:
+    """A text that UTF-8 can hold: a folder's name may have other bytes, JSON half of a surrogate pair."""
+    return text.encode(errors="replace").decode()
+
+
 def as_it_stands(text: str) -> str:
     """A text for a figure, whose dollar signs begin no formula."""
-    return text.replace("$", r"\$")
+    return printable(files.short(text, WIDEST)).replace("$", r"\$")
 
 
 def settings(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -185,13 +192,15 @@ def summary(run: Run) -> dict[str, str]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """A Markdown table, a run a line."""
+    """A Markdown table, a run a line, and what a "-" in it means."""
     lines = [summary(run) for run in runs]
     texts = [
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
         for line in [lines[0], *map(dict.values, lines)]
     ]
-    return "\n".join([texts[0], "|" + "---|" * len(lines[0]), *texts[1:]]) + "\n"
+    if any(len(run.steps) < 2 * END for run in runs):
+        texts += ["", f'"-": a run of fewer than {2 * END} steps, whose first {END} and last {END} share some.']
+    return printable("\n".join([texts[0], "|" + "---|" * len(lines[0]), *texts[1:]]) + "\n")
 
 
 def curves(runs: Sequence[Run]) -> Any:
@@ -217,8 +226,20 @@ def curves(runs: Sequence[Run]) -> Any:
     axes[-1].axis("off")
     drawn = "Faint: each step." + (f" Bold: mean of the last {window} steps." if window > 1 else " No smoothing.")
     title = f"run (acceptance rule; correction)\n{drawn}"
-    axes[-1].legend(*axes[0].get_legend_handles_labels(), title=title, loc="upper left", fontsize=9, frameon=False)
+    handles, _ = axes[0].get_legend_handles_labels()
+    legend = axes[-1].legend(handles=capped(handles), title=title, loc="upper left", fontsize=9, frameon=False)
+    legend.set_in_layout(False)  # a long name would take its room from the panels
     return figure
+
+
+def capped(handles: Sequence[Any]) -> list[Any]:
+    """The entries of a legend, the last of too many replaced by their number."""
+    from matplotlib.lines import Line2D
+
+    if len(handles) <= NAMED:
+        return list(handles)
+    more = Line2D([], [], linestyle="none", label=f"and {len(handles) - NAMED} more, see table.md")
+    return [*handles[:NAMED], more]
 
 
 MARKERS = {"none": "X", "exact": "o", "clipped": "s", "icepop": "D", "m2po": "^"}
@@ -246,9 +267,10 @@ def knee(runs: Sequence[Run]) -> Any:
             seen.add(correction)
         ax.plot(*zip(*points, strict=True), color=color, linewidth=1.5, zorder=1)
         handles.append(Line2D([], [], color=color, linewidth=4, label=as_it_stands(name)))
+    handles, marks = capped(handles), []
     for correction in sorted(seen, key=order):
         marker = MARKERS.get(correction, "v")
-        handles.append(
+        marks.append(
             Line2D([], [], linestyle="none", marker=marker, color="0.4", label=as_it_stands(f"correction {correction}"))
         )
     ax.set(xlabel="rollout speed (tokens per second, first step left out)")
@@ -257,7 +279,9 @@ def knee(runs: Sequence[Run]) -> Any:
     ax.margins(0.12)
     note = "acceptance rule (colour) and correction (marker);\na line joins the corrections of one rule"
     note += "\nfaint: each seed" if faint else ""
-    figure.legend(handles=handles, title=note, loc="outside right upper", fontsize=9, title_fontsize=9)
+    figure.legend(
+        handles=[*handles, *capped(marks)], title=note, loc="outside right upper", fontsize=9, title_fontsize=9
+    )
     return figure
 
 
@@ -304,12 +328,17 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("argument RUN: no step is logged yet")
     try:
         arguments.make_folder(args.out)
+        for name in WRITTEN:
+            if (args.out / name).is_dir():
+                raise ValueError(f"argument --out: {args.out / name} is a folder")
     except ValueError as error:
         parser.error(str(error))
     text = table(runs)
-    files.write(args.out / "curves.png", png(curves(runs)))
-    files.write(args.out / "knee.png", png(knee(runs)))
-    files.write(args.out / "table.md", text.encode())
+    try:
+        for name, made in zip(WRITTEN, (png(curves(runs)), png(knee(runs)), text.encode()), strict=True):
+            files.write(args.out / name, made)
+    except OSError as error:
+        parser.exit(1, f"{parser.prog}: error: {args.out / name}: cannot be written ({error.strerror})\n")
     print(text, end="")
     return 0
 

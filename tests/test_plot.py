@@ -56,7 +56,15 @@ def test_a_step_logged_twice_counts_once(tmp_path):
         ('{"header": {}}\n', 'log.jsonl:1: the header has no "options"'),
         ('{"header": {"options": {}}}\n{"st\n{"step": 1}\n', "log.jsonl:2: not valid JSON"),
         ('{"header": {"options": {}}}\n[1]\n', "log.jsonl:2: not a JSON object"),
-        ('{"header": {"options": {}}}\n{"reward": 1}\n', "log.jsonl:2: step must be an integer, got None"),
+        (
+            '{"header": {"options": {}}}\n{"reward": 1}\n',
+            "log.jsonl:2: step must be an integer from 0 to 2147483647, got None",
+        ),
+        (
+            '{"header": {"options": {}}}\n{"step": 1' + "0" * 400 + "}\n",
+            "log.jsonl:2: step must be an integer from 0 to",
+        ),
+        ('{"header": {"options": {}}}\n{"step": "3"}\n', "log.jsonl:2: step must be an integer from 0 to"),
         ('{"header": {"options": {}}}\n{"step": 1, "ess": "x"}\n', "log.jsonl:2: ess must be a finite number or null"),
         ('{"header": {"options": {}}}\n{"step": 1, "reward": NaN}\n', "log.jsonl:2: not valid JSON: NaN is not JSON"),
         ('{"header": {"options": {}}}\n' + "[" * 50000 + "\n", "log.jsonl:2: not valid JSON"),
@@ -102,6 +110,60 @@ def test_a_dollar_sign_is_no_formula(tmp_path):
         assert plot.png(figure).startswith(b"\x89PNG")
 
 
+def test_half_a_surrogate_pair_is_shown_somehow(tmp_path, capsys):
+    """Bug: JSON may hold what no file and no font can, and the pictures end in a traceback."""
+    path = write(tmp_path / "a", rows(10), correction="\ud800", draft="\udc80")
+    assert plot.main([str(path), "--out", str(tmp_path / "out")]) == 0
+    assert "| ? | ? |" not in capsys.readouterr().out.splitlines()[0]
+    assert "| ? |" in (tmp_path / "out/table.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["curves.png", "knee.png", "table.md"])
+def test_a_folder_in_the_place_of_a_file_is_named_before_anything_is_drawn(tmp_path, capsys, name):
+    """Bug: a traceback, with some of the files written."""
+    (tmp_path / "out" / name).mkdir(parents=True)
+    with pytest.raises(SystemExit) as stopped:
+        plot.main([str(write(tmp_path / "a", rows(10))), "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said == f"python -m rl.plot: error: argument --out: {tmp_path / 'out' / name} is a folder\n"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+
+
+def test_a_full_disk_is_told_in_a_line(tmp_path, capsys, monkeypatch):
+    """Bug: a traceback."""
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plot.files, "write", full)
+    with pytest.raises(SystemExit) as stopped:
+        plot.main([str(write(tmp_path / "a", rows(10))), "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 1
+    said = f"{tmp_path / 'out/curves.png'}: cannot be written (No space left on device)\n"
+    assert capsys.readouterr().err == f"python -m rl.plot: error: {said}"
+
+
+def test_many_runs_leave_room_for_what_they_did(tmp_path):
+    """Bug: a legend of 45 lines, or of one long line, that squeezes the panels to nothing."""
+    named = "a run whose name is long " * 6
+    made = [write(tmp_path / f"{named}{i}", rows(3), lr=10.0**-i) for i in range(45)]
+    few = plot.curves(drawn([write(tmp_path / "few", rows(3))]))
+    runs = drawn(made)
+    for figure, least in ((plot.curves(runs), 0.95), (plot.knee(runs), 0.4)):
+        plot.png(figure)
+        box = figure.axes[0].get_position()
+        if least > 0.5:
+            plot.png(few)
+            assert box.height > least * few.axes[0].get_position().height
+            assert box.width > least * few.axes[0].get_position().width
+        assert min(box.height, box.width) > 0.2
+    legend = plot.curves(runs).axes[-1].get_legend()
+    assert len(legend.get_texts()) == plot.NAMED + 1
+    assert legend.get_texts()[-1].get_text() == "and 29 more, see table.md"
+    assert len(plot.knee(runs).legends[0].get_texts()) == plot.NAMED + 2
+
+
 def test_smoothing():
     """Catches: a window that looks ahead, or a gap that makes everything after it a gap."""
     assert plot.smooth([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
@@ -116,7 +178,8 @@ def test_table_is_right(tmp_path, capsys):
     assert plot.main([str(a), str(b), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "out" / "table.md").read_text()
-    head, rule, *lines = printed.splitlines()
+    head, rule, *lines, blank, note = printed.splitlines()
+    assert (blank, note) == ("", '"-": a run of fewer than 10 steps, whose first 5 and last 5 share some.')
     names = [cell.strip() for cell in head.strip("|").split("|")]
     assert rule == "|" + "---|" * len(names)
     cells = [
