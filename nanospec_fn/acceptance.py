@@ -1,8 +1,10 @@
-"""The acceptance rules, with exact behaviour log-probs: `accept`, in the two parts `weigh` and `decide`.
+"""The acceptance rules, with exact behaviour log-probs: `judge`, in the two parts `weigh` and `decide`.
 
 Shapes: B slots, N drafted nodes, R = N + 1 rows (row 0 the root, row i + 1 node i), V vocabulary, W = depth + 1 tokens
 at most per round. Log-probs are in nats, fp32; float64 logits keep their precision throughout.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -48,10 +50,21 @@ class Verdict:
     path: Tensor  # [B, W - 1] int32, the accepted node of each depth
 
 
-def accept(
-    logits: Tensor, tree: Tree, controls: Controls, position: Tensor, depth: int, draws: Draws | None = None
-) -> Verdict:
-    """One round's verdict: which path of each slot's tree is accepted, and what is emitted with which log-probs.
+# Turns a round's evidence, tree [B, N], controls [B] and depth into a verdict: `decide`, or a rule of one's own.
+Rule = Callable[[Evidence, Tree, Controls, int], Verdict]
+
+
+def judge(
+    logits: Tensor,
+    tree: Tree,
+    controls: Controls,
+    position: Tensor,
+    depth: int,
+    draws: Draws | None = None,
+    rule: Rule | None = None,
+    full: bool = False,
+) -> tuple[Evidence, Verdict]:
+    """One round's verdict, which path of each slot's tree is accepted and what is emitted; and what it rests on.
 
     `exact` accepts a node iff it is its parent row's coupled draw. `power` and `relaxed` walk a row's candidates by
     falling draft log-prob, then token id, and accept the first that passes. The laws are in docs/promises.md; source:
@@ -64,8 +77,12 @@ def accept(
       position: [B] integer, the absolute position of the token that row 0 predicts.
       depth: at least the tree's.
       draws: None for the keyed ones.
+      rule: None for `decide`. Any other is given all evidence.
+      full: see `weigh`.
     """
-    return decide(weigh(logits, tree, controls, position, draws), tree, controls, depth)
+    rule = rule or decide
+    evidence = weigh(logits, tree, controls, position, draws, full or rule is not decide)
+    return evidence, rule(evidence, tree, controls, depth)
 
 
 def weigh(
@@ -76,7 +93,7 @@ def weigh(
     draws: Draws | None = None,
     full: bool = False,
 ) -> Evidence:
-    """The part of `accept` that reads whole rows. Arguments as there.
+    """The part of `judge` that reads whole rows. Arguments as there.
 
     On a CPU what no slot's rule asks for is left out, unless `full`, which a record needs that is to be judged under
     other rules. A verdict has the same bits either way.
@@ -136,7 +153,7 @@ def weigh_on_device(logits: Tensor, tree: Tree, controls: Controls, position: Te
 
 
 def decide(evidence: Evidence, tree: Tree, controls: Controls, depth: int) -> Verdict:
-    """The part of `accept` that needs the evidence alone, so that a recorded round can be judged again."""
+    """The part of `judge` that needs the evidence alone, so that a recorded round can be judged again."""
     if kernels.on_device(evidence.node_logp):
         return decide_on_device(evidence, tree, controls, depth)
     e, rule = evidence, controls.rule[:, None]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from nanospec_fn import reports, schedule, step, trace, variants
+from nanospec_fn import acceptance, reports, schedule, step, trace, variants
 from nanospec_fn.admission import Admission
 from nanospec_fn.capture import capture, donate, shared_pool
 from nanospec_fn.draft import Draft, Nothing, Speculation
@@ -48,10 +48,11 @@ class Engine:
         config: EngineConfig | None,
         speculation: Speculation | None,
         record: bool = False,
+        decide: acceptance.Rule = acceptance.decide,
     ):
         config = config or EngineConfig()
         self.model, self.draft = model, draft
-        self.program = build(model, draft=draft, engine=config, speculation=speculation, record=record)
+        self.program = build(model, draft=draft, engine=config, speculation=speculation, record=record, decide=decide)
         self.params = Params(target=model.params, draft=draft.params if draft else ())
         self.behind = self.program.pool.device.type == "cuda"
         wrap: Callable[..., Any] = donate
@@ -68,8 +69,8 @@ class Engine:
         self.insert = donate(self.program.insert_all)
         self.evict = donate(self.program.evict_all)
         self.clear = donate(self.program.clear)
-        # A trace has one shape of tree for all its rounds.
-        self.picks = config.variants == "auto" and draft is not None and not record
+        # A trace has one shape of tree for all its rounds, and what a rule from outside emits may depend on the tree.
+        self.picks = config.variants == "auto" and draft is not None and not record and decide is acceptance.decide
         self.shapes = self.program.shapes() if self.picks else (self.program.static.speculation,)
         self.variants = variants.Config(tuple(variants.Variant(s.top_k, s.depth, s.nodes + 1) for s in self.shapes))
         self.stats = variants.Stats()
@@ -188,13 +189,14 @@ def prepare(
     engine: EngineConfig | None = None,
     speculation: Speculation | None = None,
     record: bool = False,
+    decide: acceptance.Rule = acceptance.decide,
 ) -> Engine:
     """An engine to pass to `generate` or `stream` again and again: its pool and graphs are made once.
 
-    Args: record: gather what a trace needs.
+    Args: record: gather what a trace needs; decide: the acceptance rule, in place of those of `Sampling.rule`.
     Errors: ValueError naming the parameter that is out of range or cannot be combined.
     """
-    return Engine(model, draft, engine, speculation, record)
+    return Engine(model, draft, engine, speculation, record, decide)
 
 
 def trace_header(engine: Engine, requests: Sequence[Request], prompt: Sequence[int], file: trace.File) -> trace.Header:

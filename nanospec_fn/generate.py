@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from tqdm import tqdm
 
-from nanospec_fn import chat
+from nanospec_fn import acceptance, chat
 from nanospec_fn import trace as tracing
 from nanospec_fn.draft import Draft, Speculation
 from nanospec_fn.engine import Engine, Request, serve, trace_header
@@ -280,6 +280,8 @@ def _job(
             engine.check_idle()
         if file and not engine.program.static.record:
             raise ValueError("trace needs an engine that was prepared with record=True")
+        if file and engine.program.static.decide is not acceptance.decide:
+            raise ValueError("trace: its format has no place for a rule of one's own, which this engine has")
         if (draft is not None and draft is not engine.draft) or speculation is not None or model is not engine.model:
             raise ValueError("engine was prepared with a model, draft and speculation of its own; do not pass others")
     else:

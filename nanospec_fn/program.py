@@ -100,13 +100,14 @@ def build(
     engine: EngineConfig | None = None,
     speculation: Speculation | None = None,
     record: bool = False,
-    decide: step.Rule = acceptance.decide,
+    decide: acceptance.Rule = acceptance.decide,
 ) -> "Program":
     """Bind an engine's hashable statics. Weights and state are arguments of its steps.
 
     Args:
       record: gather evidence for rules that no request uses too, so that a round can be judged under others.
-      decide: the acceptance rule, in place of the built-in ones that `Sampling.rule` chooses from.
+      decide: the acceptance rule, in place of the built-in ones that `Sampling.rule` chooses from; see
+        `acceptance.judge`.
     Errors: ValueError naming the parameter that is out of range, or what cannot be combined.
     """
     check_parts(draft, engine, speculation)

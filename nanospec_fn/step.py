@@ -12,7 +12,6 @@ E hidden, F feature width of the draft.
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +23,9 @@ from nanospec_fn.acceptance import Evidence, Verdict
 from nanospec_fn.attention import Attend, Rows
 from nanospec_fn.draft import Speculation
 from nanospec_fn.pages import Pages, Write
-from nanospec_fn.sampling import Controls
 from nanospec_fn.slots import Slots
 from nanospec_fn.struct import put, replace, rewritten, state
 from nanospec_fn.trees import Tree
-
-# An acceptance rule: what `acceptance.decide` is a function of, and what it returns.
-Rule = Callable[[Evidence, Tree, Controls, int], Verdict]
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ class Static:
     page_size: int
     prefill_chunk: int
     record: bool
-    decide: Rule = acceptance.decide
+    decide: acceptance.Rule = acceptance.decide
 
 
 @state
@@ -203,9 +198,9 @@ def _run_target(
 
 
 def _judge(static: Static, logits: Tensor, tree: Tree, s: Slots, depth: int) -> tuple[Evidence, Verdict]:
-    """`acceptance.accept` in its two parts: logits [b, R, V] of the root and of tree [b, N]."""
-    evidence = acceptance.weigh(logits, tree, s.controls, s.total, full=static.record)
-    return evidence, static.decide(evidence, tree, s.controls, depth)
+    """The program's rule on logits [b, R, V] of the root and of tree [b, N]."""
+    rule, full = static.decide, static.record
+    return acceptance.judge(logits, tree, s.controls, s.total, depth, rule=rule, full=full)
 
 
 def _emit(

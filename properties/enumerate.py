@@ -1,4 +1,4 @@
-"""The exact law of one round, measured on `acceptance.accept` as a black box.
+"""The exact law of one round, measured on `acceptance.judge` as a black box.
 
 Target and draft are Markov chains over a tiny vocabulary, so that a round depends on its root token alone. The law is
 found by forcing the named draws, never by repeating a rule's formula:
@@ -30,8 +30,8 @@ class Outcome:
 
     tokens: Block
     probability: float  # measured
-    behaviour: tuple[float, ...]  # reported by `accept`
-    target: tuple[float, ...]  # reported by `accept`
+    behaviour: tuple[float, ...]  # reported by the rule
+    target: tuple[float, ...]  # reported by the rule
     candidates: tuple[int, ...]  # at the row of each token
 
 
@@ -43,6 +43,7 @@ class World:
     tree: Tree  # [V, N], the draft tree after each token
     depth: int
     request: Sampling
+    rule: acceptance.Rule | None = None  # None: the built-in ones
 
     @property
     def rows(self) -> Tensor:
@@ -100,7 +101,7 @@ def _run(world: World, roots: list[int], draws: Draws) -> Verdict:
     one = sampling.controls([world.request])
     many: Controls = tree_map(lambda x: x.expand(len(roots)), one)
     tree = tree_map(lambda x: x[index], world.tree)
-    return acceptance.accept(world.rows[index], tree, many, torch.zeros_like(index), world.depth, draws)
+    return acceptance.judge(world.rows[index], tree, many, torch.zeros_like(index), world.depth, draws, world.rule)[1]
 
 
 def _stack(draws: list[Draws]) -> Draws:

@@ -280,7 +280,7 @@ def test_a_slots_verdict_has_the_same_bits_alone(kind, spec, one_thread):
             logp, token = torch.log_softmax(2 * torch.randn(shape, generator=generator), -1).topk(spec.top_k)
             tree = torch.func.vmap(lambda t, i, p, d=depth: trees.expand(t, d, i, p))(tree, token, logp)
         controls, position = sampling.controls([request] * b), torch.arange(b) + 5
-        whole = acceptance.accept(logits, tree, controls, position, spec.depth)
+        _, whole = acceptance.judge(logits, tree, controls, position, spec.depth)
         for slot in range(b):
             alone = pytree.tree_map(lambda x, slot=slot: x[slot : slot + 1], (logits, tree, controls, position, whole))
-            assert struct.bytes_equal(acceptance.accept(*alone[:4], spec.depth), alone[4])
+            assert struct.bytes_equal(acceptance.judge(*alone[:4], spec.depth)[1], alone[4])

@@ -141,7 +141,7 @@ def accepted(tree: Tree, continuation: tuple[int, ...], depth: int) -> int:
         if level < len(continuation):
             logits[0, row, continuation[level]] = 1.0
     batch = pytree.tree_map(lambda x: x[None], tree)
-    verdict = acceptance.accept(logits, batch, sampling.controls([ns.Sampling()]), torch.tensor([0]), depth)
+    _, verdict = acceptance.judge(logits, batch, sampling.controls([ns.Sampling()]), torch.tensor([0]), depth)
     return int(verdict.accepted)
 
 

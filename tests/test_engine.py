@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import nanospec_fn as ns
-from nanospec_fn import filters, pages, sampling, slots, struct
+from nanospec_fn import acceptance, filters, pages, sampling, slots, struct
 from tests import tiny
 from tests.scripted import CHAIN, TREE, Scripted, assert_empty, greedy, prompt, target
 
@@ -301,3 +301,27 @@ def test_two_programs_do_not_know_of_each_other(program):
     assert struct.bytes_equal(info, same)
     assert struct.bytes_equal(first, again)
     assert program == ns.build(target(), ns.load_draft("frozen", target()), CONFIG, TREE)
+
+
+def test_a_rule_of_ones_own_gets_all_evidence(monkeypatch):
+    """Bugs: ranks of 0 and no draw outside the candidates, left out as no built-in rule of the call asks for them, so
+    that every token passes; another law through `prepare` than through the steps; a trace that says `exact`."""
+    seen: list[acceptance.Evidence] = []
+
+    def rule(evidence, tree, controls, depth):
+        seen.append(evidence)
+        return acceptance.decide(evidence, tree, controls, depth)
+
+    model, spec = target(), ns.Speculation(3, 2)
+    draft = ns.load_draft("frozen", model)
+    starts, request = [prompt(5, 1), prompt(6, 2)], ns.Sampling(max_tokens=12, temperature=1.0)
+    engine = ns.prepare(model, draft, ns.EngineConfig(variants="auto"), spec, decide=rule)
+    out = ns.generate(model, starts, request, engine=engine)
+    assert [o.tokens for o in out] == [o.tokens for o in ns.generate(model, starts, request)]
+    rounds = [e for e in seen if e.node_rank.shape[1]]
+    assert {e.node_rank.shape[1] for e in rounds} == {6}, "the tree is the one asked for in every round"
+    assert any(bool((e.node_rank > 1).any()) for e in rounds)
+    assert all(bool((e.rest >= 0).any()) for e in rounds)
+    recording = ns.prepare(model, draft, None, spec, record=True, decide=rule)
+    with pytest.raises(ValueError, match="trace: its format has no place for a rule of one's own"):
+        ns.generate(model, starts, request, engine=recording, trace="no.jsonl")

@@ -2,19 +2,25 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_map
 
 from nanospec_fn import acceptance, filters, rng
-from nanospec_fn.acceptance import Draws, accept
+from nanospec_fn.acceptance import Draws, Verdict
 from nanospec_fn.filters import log_probs
 from nanospec_fn.sampling import RULES, Sampling, controls
 from nanospec_fn.struct import bytes_equal
 from nanospec_fn.trees import Tree
 
 INF = float("inf")
+
+
+def accept(*args: Any) -> Verdict:
+    """The verdict alone."""
+    return acceptance.judge(*args)[1]
 
 
 def tree_of(nodes):
