@@ -89,8 +89,8 @@ class Method(Protocol):
     def taps(self) -> tuple[int, ...]:
         """Target layers whose inputs are wanted."""
 
-    def check(self, spec: Speculation) -> None:
-        """Errors: ValueError for a tree that this method cannot draft."""
+    def check(self, spec: Speculation, target: model.Config) -> None:
+        """Errors: ValueError for a tree that this method cannot draft, or a target that it is not for."""
 
     def init(self, shape: "PoolShape", num_slots: int, width: int) -> State:
         """Empty pools and features [num_slots, width, F]."""
@@ -168,7 +168,7 @@ class Nothing:
     name: ClassVar[str] = "none"
     taps: ClassVar[tuple[int, ...]] = ()
 
-    def check(self, spec: Speculation) -> None:
+    def check(self, spec: Speculation, target: model.Config) -> None:
         pass
 
     def init(self, shape: PoolShape, num_slots: int, width: int) -> State:
@@ -200,7 +200,7 @@ class Ngram(Nothing):
 
     longest: int = 3  # tokens to match; shorter suffixes count too, down to 1
 
-    def check(self, spec: Speculation) -> None:
+    def check(self, spec: Speculation, target: model.Config) -> None:
         if spec.coupled:
             raise ValueError("coupled proposals need a draft with logits; ngram has none")
 

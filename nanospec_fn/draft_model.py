@@ -135,8 +135,9 @@ class LlamaDraft:
 
     cfg: model.Config
 
-    def check(self, spec: Speculation) -> None:
+    def check(self, spec: Speculation, target: model.Config) -> None:
         check_top_k(spec, self.cfg.vocab_size)
+        check_alike("vocabulary", self.cfg.vocab_size, target.vocab_size)
 
     def init(self, shape: PoolShape, num_slots: int, width: int) -> State:
         pools = shape.pools(self.cfg, self.cfg.num_layers)
@@ -183,8 +184,12 @@ class Eagle3:
     def taps(self) -> tuple[int, ...]:
         return self.cfg.taps
 
-    def check(self, spec: Speculation) -> None:
+    def check(self, spec: Speculation, target: model.Config) -> None:
         check_top_k(spec, self.cfg.draft_vocab_size)
+        check_alike("vocabulary", self.cfg.vocab_size, target.vocab_size)
+        check_alike("target's hidden size", self.cfg.target_hidden_size, target.hidden_size)
+        if max(self.taps) > target.num_layers:
+            raise ValueError(f"draft: the head taps layer {max(self.taps)}, the target has {target.num_layers} layers")
 
     def init(self, shape: PoolShape, num_slots: int, width: int) -> State:
         feature = shape.features(num_slots, width, self.cfg.hidden_size)
@@ -239,6 +244,11 @@ class Eagle3:
 def check_top_k(spec: Speculation, vocab: int) -> None:
     if spec.top_k > vocab:
         raise ValueError(f"top_k is {spec.top_k}, the draft's vocabulary has {vocab} tokens")
+
+
+def check_alike(what: str, mine: int, target: int) -> None:
+    if mine != target:
+        raise ValueError(f"draft: it was loaded for another target: its {what} is {mine}, this target's {target}")
 
 
 @dataclass(frozen=True)

@@ -340,7 +340,7 @@ def _sized(
     record: bool,
 ) -> Engine:
     """An engine for just these requests: no more slots than prompts, and pages for the longest of them at once."""
-    check_parts(draft, config, speculation)
+    check_parts(model.cfg, draft, config, speculation)
     config = config or EngineConfig()
     max_slots = max(1, min(config.max_slots, len(requests)))
     num_pages = config.num_pages

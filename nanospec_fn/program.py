@@ -12,7 +12,7 @@ from nanospec_fn.admission import Admission
 from nanospec_fn.attention import Attend, Canonical, Sdpa
 from nanospec_fn.draft import Draft, Nothing, PoolShape, Speculation
 from nanospec_fn.flashinfer import FlashInfer
-from nanospec_fn.model import Model
+from nanospec_fn.model import Config, Model
 from nanospec_fn.pages import Write
 from nanospec_fn.sampling import Sampling
 from nanospec_fn.step import Info, Params, State, Static
@@ -56,7 +56,9 @@ class EngineConfig:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
 
 
-def check_parts(draft: Draft | None, engine: EngineConfig | None, speculation: Speculation | None) -> None:
+def check_parts(
+    target: Config, draft: Draft | None, engine: EngineConfig | None, speculation: Speculation | None
+) -> None:
     """Errors: ValueError naming the argument that is of another class or out of range, or what cannot be combined."""
     parts = (("draft", draft, Draft), ("engine", engine, EngineConfig), ("speculation", speculation, Speculation))
     for name, value, kind in parts:
@@ -68,7 +70,7 @@ def check_parts(draft: Draft | None, engine: EngineConfig | None, speculation: S
     if draft:
         spec = speculation or Speculation()
         spec.validate()
-        draft.method.check(spec)
+        draft.method.check(spec, target)
 
 
 def tree_shape(draft: Draft | None, speculation: Speculation | None) -> Speculation:
@@ -110,7 +112,7 @@ def build(
         `acceptance.judge`.
     Errors: ValueError naming the parameter that is out of range, or what cannot be combined.
     """
-    check_parts(draft, engine, speculation)
+    check_parts(model.cfg, draft, engine, speculation)
     kernels.check(model.cfg.gemm, model.cfg.bmm)
     engine = engine or EngineConfig()
     spec = tree_shape(draft, speculation)

@@ -371,3 +371,24 @@ def test_top_k_is_at_most_the_drafts_vocabulary(head):
         ns.build(model, ns.Draft(Eagle3(cfg), params), speculation=ns.Speculation(top_k=33, depth=1))
     with pytest.raises(ValueError, match="top_k is 129, the draft's vocabulary has 128 tokens"):
         ns.build(target(), ns.load_draft("frozen", target()), speculation=ns.Speculation(top_k=129, depth=1))
+
+
+def test_a_draft_for_another_target_is_refused(tmp_path):
+    """Bugs: a token that the draft's embedding lacks, found in the middle of a call by an index error (on CUDA by a
+    device assert); a head's product with features of another width; a layer that is not there."""
+    model = tiny.model("llama-3.1-8b")
+    raw = tiny.config("llama-3.1-8b")
+    taps = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+    tiny.write_head(tmp_path, raw, tiny.head_state(raw, 32, 1), "speculators", **taps)
+    head = ns.load_draft(f"eagle:{tmp_path}", model)
+    smaller = ns.load_draft("frozen", tiny.model("tinyllama-1.1b"))
+    cases = [
+        (model, smaller, "vocabulary is 96, this target's 160"),
+        (tiny.model("llama-3.1-8b", vocab_size=400), head, "vocabulary is 160, this target's 400"),
+        (tiny.model("llama-3.1-8b", hidden_size=128), head, "hidden size is 64, this target's 128"),
+        (tiny.model("llama-3.1-8b", num_hidden_layers=3), head, "the head taps layer 4, the target has 3 layers"),
+    ]
+    for other, draft, message in cases:
+        for call in (ns.build, ns.prepare, lambda m, d: ns.generate(m, [[1, 2]], draft=d)):
+            with pytest.raises(ValueError, match=f"draft: .*{message}"):
+                call(other, draft)
