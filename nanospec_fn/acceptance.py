@@ -209,7 +209,7 @@ def decide_on_device(evidence: Evidence, tree: Tree, controls: Controls, depth: 
     e, c = evidence, controls
     seen = (e.node_logp, e.node_rank, e.accept, e.target, e.target_logp, e.rest, e.rest_logp, e.rest_mass)
     nodes, chosen = (tree.token, tree.parent, tree.depth, tree.logp), (c.rule, c.tau, c.accept_top_k, c.alpha)
-    return Verdict(*verdict.decide(seen, nodes, chosen, depth, (EXACT, POWER)))
+    return Verdict(**verdict.decide(seen, nodes, chosen, depth, (EXACT, POWER)))
 
 
 def _walk(child: Tensor, depth: int) -> Tensor:

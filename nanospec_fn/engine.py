@@ -151,24 +151,15 @@ class Engine:
         return self._rows
 
     def choose(self, plan: schedule.Plan, running: int, *, lossy_step: bool, lossy_call: bool) -> Choice:
-        """What the planned step runs; of a prefill only whether it is the target's alone counts. The first that holds:
-
-        - with a lossy request in the step the last variant: its law depends on the tree;
-        - the target alone, where rounds over all that run have no room for a tree;
-        - what `variants.pick` picks; where that is no tree, and the draft has missed a part of every request of the
-          step, the target alone again: to keep up would cost more than it is worth.
-
-        In a call with a lossy request the target is never alone: its law depends on what the draft has seen, too.
+        """`variants.choose` for a planned step, where the host picks; else the program's own tree.
 
         Args: running: requests in slots; lossy_step, lossy_call: whether one of the step, of the call has a lossy rule.
         """
-        if not self.picks or lossy_step:
+        if not self.picks or lossy_step:  # the law of a lossy rule depends on the tree
             return Choice(len(self.shapes) - 1)
-        if not lossy_call and self.variants.fits(schedule.bucket(running, self.program.max_slots)) == [0]:
-            return Choice(0, alone=True)
-        variant = variants.pick(self.variants, self.stats, plan.bucket)
-        behind = plan.round and self.backlog.holes.issuperset(plan.round)
-        return Choice(variant, alone=bool(behind) and not lossy_call and not self.shapes[variant].depth)
+        everyone = schedule.bucket(running, self.program.max_slots)
+        rounding = plan.round, plan.bucket
+        return variants.choose(self.variants, self.stats, self.backlog, *rounding, everyone, may_leave=not lossy_call)
 
     def observe(self, report: Report, landed: Landed, lossy: bool) -> None:
         """Take in a step, where the host picks: of a round without a lossy rule its time and acceptance too."""
@@ -223,6 +214,7 @@ def trace_header(engine: Engine, requests: Sequence[Request], prompt: Sequence[i
         speculation=static.speculation if draft else None,
         engine=sizes
         | {"prefill_chunk": static.prefill_chunk, "attend": attend, "dtype": dtype}
+        | {"gemm": static.cfg.gemm, "bmm": static.cfg.bmm}
         | trace.arithmetic(pool.device),
         policy_version=file.policy_version,
         draft_version=file.draft_version,

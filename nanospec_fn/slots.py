@@ -263,7 +263,7 @@ def append(slots: Slots, verdict: Verdict, live: Tensor, width: int, put: Write 
         given = (v.tokens, v.target_logp, v.behaviour_logp, v.count)
         fixed = (slots.limit, slots.stop_ids, slots.prefill_to)
         out = round.emit(given, live, fixed, changed, width, (STOP, LENGTH))
-        return replace(slots, **dict(zip(names, changed, strict=True))), Emitted(*out)
+        return replace(slots, **dict(zip(names, changed, strict=True))), Emitted(**out)
     slots, count = emit(slots, v.tokens, torch.where(live, v.count, 0))
     lane = torch.arange(width, device=count.device)
 

@@ -77,11 +77,46 @@ class Stats:
 
 
 @dataclass(frozen=True)
+class Backlog:
+    """How far the draft may be behind: by slot, the most tokens that it has not been run on.
+
+    A plain round after another needs one row of the draft a slot, where one after a tree needs `most`. What a step of
+    the target's alone left out is not counted: it stays a hole, behind which the draft's guesses are worth less.
+    """
+
+    most: int  # tokens of the longest round: of a slot of which nothing is known
+    tokens: Mapping[int, int] = field(default_factory=dict)
+    newest: int = 0  # what the newest step that was issued emits at most
+    holes: frozenset[int] = frozenset()  # slots whose request the draft has missed a part of
+
+
+@dataclass(frozen=True)
 class Choice:
     """What the next step runs."""
 
     variant: int  # of a round, an index
     alone: bool = False  # the target without the draft, which then misses what the step emits
+
+
+def choose(
+    config: Config, stats: Stats, backlog: Backlog, slots: Sequence[int], bucket: int, running: int, may_leave: bool
+) -> Choice:
+    """What a step without a lossy request runs; of a prefill only whether it is the target's alone counts.
+
+    - The target alone, where rounds over all that run have no room for a tree;
+    - else what `pick` picks; where that is no tree, and the draft has missed a part of every request of the round, the
+      target alone again: to keep up would cost more than it is worth.
+
+    Args:
+      slots, bucket: of the round, none of a prefill, and what the step is padded to.
+      running: the bucket of all requests in slots.
+      may_leave: whether the draft may miss anything: not beside a lossy request, whose law depends on what it has seen.
+    """
+    if may_leave and config.fits(running) == [0]:
+        return Choice(0, alone=True)
+    variant = pick(config, stats, bucket)
+    behind = bool(slots) and backlog.holes.issuperset(slots)
+    return Choice(variant, alone=may_leave and behind and not config.variants[variant].depth)
 
 
 def expected(variant: Variant, stats: Stats) -> float:
@@ -160,20 +195,6 @@ def _count(stats: Stats, shape: Variant, accepted: Sequence[int]) -> tuple[Level
         levels[depth] = Level(level.reached * kept + reached, level.passed * kept + passed)
         reached = passed
     return tuple(levels)
-
-
-@dataclass(frozen=True)
-class Backlog:
-    """How far the draft may be behind: by slot, the most tokens that it has not been run on.
-
-    A plain round after another needs one row of the draft a slot, where one after a tree needs `most`. What a step of
-    the target's alone left out is not counted: it stays a hole, behind which the draft's guesses are worth less.
-    """
-
-    most: int  # tokens of the longest round: of a slot of which nothing is known
-    tokens: Mapping[int, int] = field(default_factory=dict)
-    newest: int = 0  # what the newest step that was issued emits at most
-    holes: frozenset[int] = frozenset()  # slots whose request the draft has missed a part of
 
 
 def kept_up(backlog: Backlog, slots: Iterable[int]) -> bool:

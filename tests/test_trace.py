@@ -431,3 +431,11 @@ def test_a_preempted_request_is_recorded_once(tmp_path):
         mine = [r for r in found.rounds if r.request == i]
         assert [t for r in mine for t in r.tokens] == completion.tokens
         assert sum(r.prefill for r in mine) == 1
+
+
+def test_a_models_fingerprint_is_the_same_on_every_machine():
+    """Bug: how `load` found this machine's products to be made goes into what names the model."""
+    cfg = target().cfg
+    other = dataclasses.replace(cfg, gemm="library", bmm="single")
+    assert trace.fingerprint(other) == trace.fingerprint(cfg)
+    assert trace.fingerprint(dataclasses.replace(cfg, num_layers=cfg.num_layers + 1)) != trace.fingerprint(cfg)

@@ -188,14 +188,14 @@ def _emit(
 def emit(
     verdict: Sequence[Tensor], live: Tensor, fixed: Sequence[Tensor], changed: Sequence[Tensor], width: int,
     codes: tuple[int, int],
-) -> list[Tensor]:  # fmt: skip
-    """`slots.emit`, in place.
+) -> dict[str, Tensor]:  # fmt: skip
+    """`slots.append`, in place.
 
     Args:
       verdict: tokens, target_logp, behaviour_logp [B, W] and count [B] of a verdict; live [B].
       fixed: limit, stop_ids, prefill_to of the slots; changed: their tokens, total, length, done, unseen, updated.
       width: columns of the result; codes: those of a stop and of the limit.
-    Returns: tokens [B, width] padded -1, both log-probs padded 0, count, accepted, done, left [B].
+    Returns: the fields of `slots.Emitted`.
     """
     b, w = verdict[0].shape
     device = live.device
@@ -209,4 +209,5 @@ def emit(
             tokens.shape[1], w, width, stop_ids.shape[1], LANES=triton.next_power_of_2(max(w, width)),
             STOP_LANES=triton.next_power_of_2(stop_ids.shape[1]), STOP=codes[0], LENGTH=codes[1], num_warps=1,
         )  # fmt: skip
-    return [token, target, behaviour, count, accepted, done, left]
+    logs = {"target_logp": target, "behaviour_logp": behaviour}
+    return {"tokens": token, **logs, "count": count, "accepted": accepted, "done": done, "left": left}

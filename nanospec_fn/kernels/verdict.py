@@ -114,13 +114,13 @@ def _decide(
 
 def decide(
     evidence: Sequence[Tensor], tree: Sequence[Tensor], controls: Sequence[Tensor], depth: int, rules: tuple[int, int]
-) -> list[Tensor]:
+) -> dict[str, Tensor]:
     """See `acceptance.decide`.
 
     Args:
       evidence: the fields of `acceptance.Evidence`, in order; tree: token, parent, depth, logp, each [B, N].
       controls: rule, tau, accept_top_k, alpha, each [B]; rules: the codes of `exact` and `power`.
-    Returns: the fields of `acceptance.Verdict`, in order.
+    Returns: the fields of `acceptance.Verdict`.
     """
     b, n = tree[0].shape
     device = tree[0].device
@@ -134,4 +134,5 @@ def decide(
             n, depth + 1, NODES=max(2, triton.next_power_of_2(n)), EXACT=rules[0], POWER=rules[1],
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-    return [tokens, logps, behaviours, count, accepted, path]
+    logs = {"target_logp": logps, "behaviour_logp": behaviours}
+    return {"tokens": tokens, **logs, "count": count, "accepted": accepted, "path": path}
