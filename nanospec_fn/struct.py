@@ -151,8 +151,8 @@ def is_live(obj: Any) -> bool:
     """Whether a state has not been consumed."""
     try:
         names, statics = _field_names(obj.__class__)
-        for name in (*names, *statics)[:1]:
-            getattr(obj, name)
+        if names or statics:
+            getattr(obj, (names or statics)[0])
     except DonatedError:
         return False
     return True
