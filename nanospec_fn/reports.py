@@ -95,6 +95,7 @@ class CudaLane:
     def __init__(self, device: torch.device, size: int):
         """Args: size: int32 numbers of the largest table."""
         self._memory = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self._tables: dict[torch.Size, Tensor] = {}  # views of the memory
         self._first, self._last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._device, self._stream = device, torch.cuda.current_stream(device)
 
@@ -105,7 +106,10 @@ class CudaLane:
 
     def bring(self, table: Tensor) -> Tensor:
         """The step has been issued, with this table [b, n]: the same at the host, not there before `clock` was read."""
-        here = self._memory[: table.numel()].view(table.shape).copy_(table, non_blocking=True)
+        here = self._tables.get(table.shape)
+        if here is None:
+            here = self._tables[table.shape] = self._memory[: table.numel()].view(table.shape)
+        here.copy_(table, non_blocking=True)
         self._last.record(self._stream)
         return here
 

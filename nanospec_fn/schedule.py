@@ -152,7 +152,8 @@ def plan(config: Config, state: HostState, events: Events) -> tuple[HostState, P
         chunk = min(chunk, max(MIN_CHUNK, config.prefill_rows // size))
         return replace(state, prefilled=True), Plan(evict, insert, prefill=slots, chunk=chunk, bucket=size)
     size = bucket(len(ready), config.max_slots) if ready else 0
-    return replace(state, prefilled=False), Plan(evict, insert, round=ready, bucket=size)
+    state = replace(state, prefilled=False) if state.prefilled else state
+    return state, Plan(evict, insert, round=ready, bucket=size)
 
 
 def expected(state: HostState, known: Events, plan: Plan) -> Events:
@@ -198,7 +199,7 @@ def _preempt(state: HostState, refused: list[int]) -> tuple[HostState, tuple[int
 def _admit(config: Config, state: HostState) -> tuple[HostState, tuple[Insert, ...]]:
     """Fill free slots from the front of the queue. Who waits for its group's prefill keeps a slot reserved."""
     if not state.queue:
-        return replace(state, hold=False), ()
+        return replace(state, hold=False) if state.hold else state, ()
     taken = {r.slot for r in state.running}
     free = [slot for slot in range(config.max_slots) if slot not in taken]
     running, waiting, insert, admitted = list(state.running), [], [], state.admitted
