@@ -95,8 +95,8 @@ def weigh(
 ) -> Evidence:
     """The part of `judge` that reads whole rows. Arguments as there.
 
-    On a CPU what no slot's rule asks for is left out, unless `full`, which a record needs that is to be judged under
-    other rules. A verdict has the same bits either way.
+    What no slot's rule asks for is left out (but by torch on CUDA, where looking would wait), unless `full`, which a
+    record needs that is to be judged under other rules. A verdict has the same bits either way.
     """
     if kernels.on_device(logits) and draws is None:
         return weigh_on_device(logits, tree, controls, position, full)

@@ -1,7 +1,8 @@
 """Attention over paged KV, as interchangeable backends of one shape.
 
 A backend is a hashable value with two methods: `plan(rows, page_table, heads, kv_heads)`, made once a pass, and
-`layer(plan, pool, q, k, v, put)`, which stores the rows' keys and values in one layer's pool and attends.
+`layer(plan, pool, qkv, cos, sin, put)`, which rotates the rows' queries and keys, stores keys and values in one layer's
+pool, and attends.
 
 Storage and logic differ only in a draft tree: there, row r keeps its KV at storage position `store`, while its keys
 in order are the committed prefix and then its ancestors by depth. Element j of a row's sequence is always position j,

@@ -312,7 +312,7 @@ def capture(
     Args:
       step: `step(params, state, *tensors, put=...)`.
       donate: names of the arguments given away.
-      pinned: names of the arguments, where the step has them, that are immutable and the same from call to call.
+      pinned: names of the arguments, where the step has them, whose storage is the same from call to call.
       pool: what `shared_pool` returned: the memory of the graphs, shared with other steps; None: a pool of its own.
       lend: results beside the states are not copied, and hold until the next call of a step with this pool.
     Returns: a callable with the step's signature.

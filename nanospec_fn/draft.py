@@ -239,8 +239,7 @@ def merge(chains: Tensor, spec: Speculation) -> Tree:
     starts = own & ~torch.nn.functional.pad(own, (1, 0))[:, :-1]
     logp = torch.where(starts, -rank, 0).float()
     above = torch.nn.functional.pad(owner, (1, 0))[:, :-1] + (torch.arange(depth, device=chains.device) - 1) * k
-    parent = above.clone()
-    parent = torch.where(torch.arange(depth, device=chains.device) == 0, Tree.ROOT, parent)
+    parent = torch.where(torch.arange(depth, device=chains.device) == 0, Tree.ROOT, above)
     score = logp.gather(0, owner.clamp_max(k - 1)).cumsum(1)
     level = torch.arange(1, depth + 1, device=chains.device).expand(k, -1)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from nanospec_fn import acceptance, reports, schedule, step, trace, variants
+from nanospec_fn import acceptance, reports, schedule, slots, step, trace, variants
 from nanospec_fn.admission import Admission
 from nanospec_fn.capture import capture, donate, shared_pool
 from nanospec_fn.draft import Draft, Nothing, Speculation
@@ -72,7 +72,7 @@ class Engine:
         # A trace has one shape of tree for all its rounds, and what a rule from outside emits may depend on the tree.
         self.picks = config.variants == "auto" and draft is not None and not record and decide is acceptance.decide
         self.shapes = self.program.shapes() if self.picks else (self.program.static.speculation,)
-        self.variants = variants.Config(tuple(variants.Variant(s.top_k, s.depth, s.nodes + 1) for s in self.shapes))
+        self.choices = variants.Config(tuple(variants.Variant(s.top_k, s.depth, s.nodes + 1) for s in self.shapes))
         self.stats = variants.Stats()
         self.backlog = variants.Backlog(self.program.static.speculation.depth + 1)
         self.serving = False
@@ -146,8 +146,7 @@ class Engine:
         rows = sorted([*requests, *islice(others, bucket - len(requests))])
         if rows != self._rows[0]:
             device = self.program.pool.device
-            slot = torch.tensor(rows, pin_memory=device.type == "cuda")  # a copy from other memory waits for the device
-            self._rows = rows, slot.to(device, non_blocking=True)
+            self._rows = rows, slots.column(rows, torch.int64, device)
         return self._rows
 
     def choose(self, plan: schedule.Plan, running: int, *, lossy_step: bool, lossy_call: bool) -> Choice:
@@ -159,7 +158,7 @@ class Engine:
             return Choice(len(self.shapes) - 1)
         everyone = schedule.bucket(running, self.program.max_slots)
         rounding = plan.round, plan.bucket
-        return variants.choose(self.variants, self.stats, self.backlog, *rounding, everyone, may_leave=not lossy_call)
+        return variants.choose(self.choices, self.stats, self.backlog, *rounding, everyone, may_leave=not lossy_call)
 
     def observe(self, report: Report, landed: Landed, lossy: bool) -> None:
         """Take in a step, where the host picks: of a round without a lossy rule its time and acceptance too."""
@@ -170,7 +169,7 @@ class Engine:
         self.backlog = variants.landed(self.backlog, by_slot)
         if not report.prefill and not lossy:
             self.stats = variants.observe(
-                self.variants, self.stats, report.bucket, report.variant, landed.milliseconds, landed.accepted
+                self.choices, self.stats, report.bucket, report.variant, landed.milliseconds, landed.accepted
             )
 
 
@@ -243,15 +242,15 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Generator[Update, None
     try:
         while True:
             planned, plan = schedule.plan(config, host, events)
-            slots = {*plan.prefill, *plan.round}
-            now = {r.slot: r.request.index for r in planned.running if r.slot in slots}
+            working = {*plan.prefill, *plan.round}
+            now = {r.slot: r.request.index for r in planned.running if r.slot in working}
             due, told = flying, events
             if flying and (plan.evict or plan.insert or _surely_over(flying, now, emitted, limit)):
                 flying = None  # its results come first, then another plan from the same state
             else:
                 host, told = planned, schedule.Events()
                 engine.seat(plan, requests, emitted)
-                if not slots:
+                if not working:
                     return
                 here = not lossy.isdisjoint(now.values())
                 choice = engine.choose(plan, len(planned.running), lossy_step=here, lossy_call=bool(lossy))

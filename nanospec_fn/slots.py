@@ -248,7 +248,7 @@ class Emitted:
     behaviour_logp: Tensor  # [B, W]
     count: Tensor  # [B] int32
     accepted: Tensor  # [B] int32, drafted tokens among them
-    done: Tensor  # [B] int32, as in the slots by now, but never their own tensor where a step owns them
+    done: Tensor  # [B] int32, RUNNING, STOP or LENGTH
     left: Tensor  # [B] int32, prompt tokens still to prefill
 
 
@@ -276,6 +276,6 @@ def append(slots: Slots, verdict: Verdict, live: Tensor, width: int, put: Write 
         behaviour_logp=trim(v.behaviour_logp, 0.0),
         count=count,
         accepted=torch.minimum(count, v.accepted),
-        done=slots.done,
+        done=slots.done.clone(),  # a later step that owns the slots overwrites theirs
         left=(slots.prefill_to - slots.length).clamp_min(0),
     )

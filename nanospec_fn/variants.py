@@ -18,7 +18,7 @@ HURRY = 10  # the same where its acceptance is hardly known
 HOPELESS = 1000  # the same where it would lose with everything accepted
 KNOWN = 16  # drafts that were tested, decayed, before it is
 # Rows of one pass. Beyond it a pass is bound by arithmetic, and a drafted row costs what a sequence's own does: on an
-# H200 an 8B model gained a quarter from drafts at 128 slots, of 6 rows each, and nothing at 256 (docs/performance.md).
+# H200 an 8B model gained 2% from drafts at 128 slots, of 6 rows each, and nothing at 256 (docs/performance.md).
 MAX_ROWS = 768
 DECAY = 0.99  # what one more draft of its kind leaves of a draft's weight in the acceptance: about 100 count
 SMOOTHING = 0.2  # weight of the newest time

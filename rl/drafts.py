@@ -40,7 +40,7 @@ class Upkeep:
 class DraftState:
     """What a draft carries from step to step."""
 
-    version: Tensor  # [] int64, of a copy: the policy's version that it is; of a head: its updates
+    version: Tensor  # [] int64, of a copy: the policy's version that it is; of a head: how many updates it has had
     changed: Tensor  # [] int64, the policy's version at the last change
     weights: Any  # a refreshed copy's served weights, else ()
     train: Any  # TrainState of a head that trains, else ()
@@ -87,8 +87,10 @@ def refresh_(draft: ns.Draft | None, upkeep: Upkeep, state: DraftState, policy: 
 def learn_(
     draft: ns.Draft | None, upkeep: Upkeep, state: DraftState, policy: ns.Model, batches: Sequence[Batch], version: int
 ) -> tuple[DraftState, list[tuple[float, int]]]:
-    """An update of a head that trains for every batch; before each, the first step's cross-entropy [nats], a mean over
-    so many rows.
+    """One update of a head that trains for each batch.
+
+    Returns: the state, and of each batch the first draft step's cross-entropy before the update [nats], a mean over its
+      supervised rows, and how many these are.
 
     Soft cross-entropy to the policy's own logits at what it really wrote; gradients reach the head alone. Overwrites
     `draft.params`, nothing of `state`.
@@ -114,10 +116,10 @@ def supervised(
     if upkeep.recipe is None:
         return
     for batch, one in scored:
-        row, live = eagle_loss.supervise(batch.length, batch.prompt, batch.tokens.shape[1], upkeep.recipe.unroll)
         best = torch.zeros_like(batch.tokens.flatten()).index_put((batch.row,), one.best).view(batch.tokens.shape)
         view = Seen(taps=one.taps, x=one.x, best=best)
-        made = eagle_loss.prepare(policy, state.train.target_id, batch.tokens, view, row, live)
+        known = batch.tokens, batch.length, batch.prompt
+        made = eagle_step.make_batch(policy, upkeep.recipe, state.train.target_id, *known, seen=view)
         if eagle_loss.counted(made).any():
             yield made
 

@@ -325,3 +325,19 @@ def test_a_rule_of_ones_own_gets_all_evidence(monkeypatch):
     recording = ns.prepare(model, draft, None, spec, record=True, decide=rule)
     with pytest.raises(ValueError, match="trace: its format has no place for a rule of one's own"):
         ns.generate(model, starts, request, engine=recording, trace="no.jsonl")
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "speculate"])
+def test_what_a_step_returns_shares_no_memory_with_the_state(name):
+    """Bug: `info.done` is the slots' own tensor, so that it changes when a later step updates the state in place."""
+    model = target()
+    draft = ns.load_draft("frozen", model)
+    program = ns.build(model, draft, ns.EngineConfig(max_slots=2, num_pages=20), CHAIN)
+    params = ns.Params(model.params, draft.params)
+    state = program.insert(program.init(), 0, prompt(7), ns.Sampling(max_tokens=9))
+    if name != "prefill":
+        state, _ = program.prefill(params, state)
+    state, info = getattr(program, name)(params, state)
+    homes = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(state) if leaf.numel()}
+    shared = [path for path, leaf in pytree.tree_leaves_with_path(info) if leaf.untyped_storage().data_ptr() in homes]
+    assert not shared

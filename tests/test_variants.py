@@ -267,7 +267,7 @@ def crowded(max_rows: int, draft: str = "frozen", **sizes: int) -> Engine:
     """An engine of four slots, whose passes have so many rows at most."""
     config = dataclasses.replace(AUTO, max_slots=4, **sizes)
     engine = ns.prepare(target(), ns.load_draft(draft, target()), config, TREE)
-    engine.variants = dataclasses.replace(engine.variants, max_rows=max_rows)
+    engine.choices = dataclasses.replace(engine.choices, max_rows=max_rows)
     return engine
 
 
@@ -339,7 +339,7 @@ def test_who_is_left_out():
     engine.backlog = variants.left_out(engine.backlog, (1,))
     assert [alone(turn, 2), alone(turn, 2, lossy=True), alone(new, 2)] == [True, False, False]
     for _ in range(variants.PROBES):
-        engine.stats = variants.observe(engine.variants, engine.stats, 2, PLAIN, 5.0, [])
+        engine.stats = variants.observe(engine.choices, engine.stats, 2, PLAIN, 5.0, [])
     assert engine.choose(turn, 2, lossy_step=False, lossy_call=False) == variants.Choice(SHORT)
     engine.backlog = variants.seated(engine.backlog, {0: None, 1: 2, 3: 2})
     assert engine.backlog.holes == {1, 2, 3}
@@ -350,7 +350,7 @@ def test_who_is_left_out():
 def test_beside_a_lossy_request_the_draft_is_never_left_out(monkeypatch):
     """Bug: holes in what a lossy request's draft has seen, which its law depends on (G1b)."""
     engine = ns.prepare(target(), ns.load_draft("frozen", target()), AUTO, TREE)
-    engine.variants = dataclasses.replace(engine.variants, max_rows=1)
+    engine.choices = dataclasses.replace(engine.choices, max_rows=1)
     seen = steps_of(engine, monkeypatch)
     lossy = ns.Sampling(max_tokens=6, temperature=1.0, rule="power", alpha=0.3)
     ns.generate(target(), [prompt(5, i) for i in range(3)], [ns.Sampling(max_tokens=9)] * 2 + [lossy], engine=engine)
