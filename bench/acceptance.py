@@ -46,7 +46,7 @@ def measure(
     accepted = torch.tensor([a for o in out for a in o.accepted])
     return {
         "mean_accepted_len": ns.mean_accepted_len(out),
-        "by_depth": [float((accepted >= d).float().mean()) for d in range(1, speculation.depth + 1)],
+        "by_depth": [float((accepted >= d).double().mean()) for d in range(1, speculation.depth + 1)],
         "tokens": sum(len(o.tokens) for o in out),
         "rounds": len(accepted),
         "seconds": seconds,

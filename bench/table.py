@@ -74,6 +74,8 @@ def read(path: Path) -> list[Any]:
 
     Errors: ValueError for any other line that is not a row, FileNotFoundError, each naming the file.
     """
+    if files.is_folder(path):
+        raise ValueError(f"{path} is a folder: name its files, {path}/*.jsonl")
     if not files.is_file(path):
         raise FileNotFoundError(f"{files.short(path)}: no such file")
     lines = path.read_bytes().split(b"\n")
@@ -235,7 +237,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
     torches = sorted({f"torch {row.get('torch')}" for row in rows})
     lines = [f"{rows[0]['gpu']}, model {rows[0]['model']}, {rows[0]['prompt_set']}: {', '.join(sizes)}, greedy."]
     lines += [f"{', '.join([*versions, *torches])}; commit {rows[0]['commit']}."]
-    lines += [f"Medians of {' to '.join({str(runs[0]): 0, str(runs[-1]): 0})} runs (least-greatest)."]
+    lines += [
+        f"Medians of {' to '.join({str(runs[0]): 0, str(runs[-1]): 0})} run{'s' * (runs[-1] > 1)} (least-greatest)."
+    ]
     if any(row["engine"] == "vllm" for row in rows) and any(row["config"].startswith("tree") for row in rows):
         lines.append("vLLM has no EAGLE-3 tree (removed in 2026), so it has no such line.")
     return lines

@@ -79,10 +79,32 @@ def judge(
       draws: None for the keyed ones.
       rule: None for `decide`. Any other is given all evidence.
       full: see `weigh`.
+    Errors: ValueError for what a rule of one's own returned and is no verdict of such a round.
     """
-    rule = rule or decide
-    evidence = weigh(logits, tree, controls, position, draws, full or rule is not decide)
-    return evidence, rule(evidence, tree, controls, depth)
+    if rule is None or rule is decide:
+        evidence = weigh(logits, tree, controls, position, draws, full)
+        return evidence, decide(evidence, tree, controls, depth)
+    evidence = weigh(logits, tree, controls, position, draws, full=True)
+    verdict = rule(evidence, tree, controls, depth)
+    check(verdict, len(logits), depth)
+    return evidence, verdict
+
+
+def check(verdict: Verdict, slots: int, depth: int) -> None:
+    """Errors: ValueError naming a wrong shape in a verdict, and on a CPU, where looking is free, a wrong count."""
+    if not isinstance(verdict, Verdict):
+        raise ValueError(f"decide must return a Verdict, got {verdict!r}")
+    tokens = (slots, depth + 1)
+    wanted = {"tokens": tokens, "target_logp": tokens, "behaviour_logp": tokens, "path": (slots, depth)}
+    for name, shape in (wanted | {"count": (slots,), "accepted": (slots,)}).items():
+        if tuple(getattr(verdict, name).shape) != shape:
+            raise ValueError(f"decide: {name} must be {list(shape)}, got {list(getattr(verdict, name).shape)}")
+    if verdict.tokens.is_cuda:
+        return
+    if bool(((verdict.count < 1) | (verdict.count > depth + 1) | (verdict.accepted >= verdict.count)).any()):
+        raise ValueError(f"decide: count must be accepted + 1 and from 1 to {depth + 1}, got {verdict.count}")
+    if bool(((torch.arange(depth + 1) < verdict.count[:, None]) & (verdict.tokens < 0)).any()):
+        raise ValueError("decide: tokens has padding among the first `count`")
 
 
 def weigh(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import nanospec_fn as ns
-from nanospec_fn import draft_model, weights
+from nanospec_fn import draft_model, files, weights
 from nanospec_fn.draft_model import DraftName
 from nanospec_fn.model import Model
 from nanospec_fn.program import ATTEND
@@ -167,7 +167,7 @@ def _looked_at(place: Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{place}: {error.strerror}") from None
+        raise argparse.ArgumentTypeError(f"{files.short(place)}: {error.strerror}") from None
     return place
 
 

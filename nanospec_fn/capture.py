@@ -105,7 +105,7 @@ class Captured:
         self._signature = _signature(step, donated)
         kinds = {name: one.kind for name, one in self._signature.parameters.items() if name != "put"}
         ordinary = all(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds.values())
-        self._names = (*kinds,) if ordinary else ()
+        self._names = (*kinds,) if ordinary and [*self._signature.parameters][-1] == "put" else ()
         self._graphs: dict[tuple[int, ...], _Graph | Callable[..., Any]] = {}
         self._numbers: dict[tuple[str, _Part], int] = {}  # of the arguments' parts of keys: quicker to hash
         self._plain: dict[tuple[str, type, Any], _Seen] = {}  # arguments that hold no tensors, by name, type and value

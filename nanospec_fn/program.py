@@ -1,5 +1,6 @@
 """A program: the hashable statics of an engine bound to the steps, and how requests come and go."""
 
+import inspect
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,15 @@ def check_parts(
         draft.method.check(spec, target)
 
 
+def check_rule(decide: acceptance.Rule) -> None:
+    """Errors: ValueError for what cannot be called as an acceptance rule is."""
+    try:
+        inspect.signature(decide).bind(*("evidence", "tree", "controls", "depth"))
+    except TypeError:
+        needed = "decide must be a function of (evidence, tree, controls, depth)"
+        raise ValueError(f"{needed}, got {decide!r}; Sampling.rule names the built-in ones") from None
+
+
 def tree_shape(draft: Draft | None, speculation: Speculation | None) -> Speculation:
     """The speculation that runs: the default one where none is given, that of no tree without a draft."""
     return (speculation or Speculation()) if draft else PLAIN
@@ -113,6 +123,7 @@ def build(
     Errors: ValueError naming the parameter that is out of range, or what cannot be combined.
     """
     check_parts(model.cfg, draft, engine, speculation)
+    check_rule(decide)
     kernels.check(model.cfg.gemm, model.cfg.bmm)
     engine = engine or EngineConfig()
     spec = tree_shape(draft, speculation)

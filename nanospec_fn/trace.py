@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanospec_fn import jsonl, model
+from nanospec_fn import files, jsonl, model
 from nanospec_fn.acceptance import Evidence
 from nanospec_fn.draft import Speculation
 from nanospec_fn.sampling import Sampling
@@ -49,7 +49,7 @@ class File:
             path.exists()
             os.access(path, os.W_OK)
         except (OSError, TypeError, ValueError) as error:  # a name that is too long, bytes, NUL
-            raise ValueError(f"trace {self.path!r} cannot be a file: {error}") from None
+            raise ValueError(f"trace {files.short(repr(self.path))} cannot be a file: {files.short(error)}") from None
         if not path.parent.is_dir():
             raise FileNotFoundError(f"trace {path}: no such folder: {path.parent}")
         if path.is_dir():
@@ -237,9 +237,9 @@ def read(path: str | os.PathLike[str]) -> Trace:
     try:
         *lines, rest = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file") from None
+        raise FileNotFoundError(f"{files.short(path)}: no such file") from None
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+        raise ValueError(f"{files.short(path)}: {error.strerror}") from None
     except ValueError as error:  # a NUL in the path
         raise ValueError(f"{os.fspath(path)!r}: {error}") from None
     if not lines:

@@ -2,7 +2,8 @@
 
 Target and draft are Markov chains over a tiny vocabulary, so that a round depends on its root token alone. The law is
 found by forcing the named draws, never by repeating a rule's formula:
-- the probability that a candidate is accepted is the threshold of its ACCEPT draw, found by bisection;
+- the probability that a candidate is accepted is the threshold of its ACCEPT draw, found by bisection; a rule that
+  uses the draw in another way is refused;
 - a row's Gumbel draw is integrated by the odds of each pair of tokens, the noise difference at which the winner
   changes, found by bisection too (that the argmax then has these odds is the Gumbel-max theorem).
 """
@@ -20,6 +21,7 @@ from nanospec_fn.trees import Tree
 
 FAR = 1e6  # noise that no log-prob outweighs
 STEPS = 52  # of bisection
+PROBES = 64  # draws at which a rule of one's own must accept just below the threshold that was found
 
 Block = tuple[int, ...]
 
@@ -137,9 +139,21 @@ def _thresholds(world: World, slots: list[_Slot]) -> list[dict[int, float]]:
         taken = (path == nodes[:, None]).any(1)
         low, high = torch.where(taken, middle, low), torch.where(taken, high, middle)
     low = torch.where(high == 1, 1.0, low)  # accepted by every draw below 1
+    if world.rule:
+        _check_thresholds(world, lanes, draws, low)
     for (slot, node), t in zip(lanes, low.tolist(), strict=True):
         found[slot.root][node] = t
     return found
+
+
+def _check_thresholds(world: World, lanes: list[tuple[_Slot, int]], draws: Draws, threshold: Tensor) -> None:
+    """Refuse a rule for which the chance of acceptance is no threshold of its draw: bisection sees one edge only."""
+    lane, nodes = torch.arange(len(lanes)), torch.tensor([node for _, node in lanes])
+    for draw in (torch.arange(PROBES, dtype=torch.float64) + 0.5) / PROBES:
+        draws.accept[lane, nodes] = draw
+        taken = (_run(world, [slot.root for slot, _ in lanes], draws).path == nodes[:, None]).any(1)
+        if bool((taken != (draw < threshold)).any()):
+            raise AssertionError(f"the rule does not accept below a threshold of its draw, see {float(draw):.3f}")
 
 
 def _odds(world: World, slots: list[_Slot]) -> list[dict[int, dict[int, float]]]:

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from properties.enumerate import Outcome, World, round_law
+from nanospec_fn import acceptance, struct
+from nanospec_fn.sampling import Sampling
+from properties.enumerate import Outcome, World, draft_trees, round_law
 from properties.strategies import worlds
 
 LENGTH = 3
@@ -170,3 +172,21 @@ def test_power_of_one_is_exact_in_law(world: World) -> None:
     for tokens in power.keys() | exact.keys():
         a, b = power.get(tokens, (0.0, 0.0, 0.0))[0], exact.get(tokens, (0.0, 0.0, 0.0))[0]
         assert a == pytest.approx(b, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("low, high", [(0.6, 0.7), (0.2, 0.4), (0.5, 1.0)])
+def test_a_rule_of_ones_own_that_uses_its_draw_otherwise_is_refused(low, high):
+    """Bug: bisection measures one edge of what is accepted and calls it the law: a band of draws went unseen."""
+
+    def banded(evidence, tree, controls, depth):
+        inside = (evidence.accept > low) & (evidence.accept < high)
+        parent = tree.parent.long() + 1
+        forced = torch.where(inside, tree.token, evidence.target.gather(1, parent))
+        target = evidence.target.scatter(1, parent, forced.to(evidence.target.dtype))
+        return acceptance.decide(struct.replace(evidence, target=target), tree, controls, depth)
+
+    generator = torch.Generator().manual_seed(1)
+    target, guess = torch.randn(2, 4, 4, generator=generator, dtype=torch.float64)
+    tree = draft_trees(guess.log_softmax(-1), top_k=1, depth=2, num_nodes=2)
+    with pytest.raises(AssertionError, match=r"below a threshold of its draw|draws that should emit"):
+        round_law(World(target, tree, 2, Sampling(temperature=1.0), banded))

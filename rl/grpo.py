@@ -269,8 +269,10 @@ def resume_(setting: Setting, state: RunState, about: dict[str, Any]) -> RunStat
         draft = drafts.restore_(setting.engine.draft, setting.upkeep, state.draft)
         state = RunState(policy=struct.replace(state.policy, master=master), draft=draft)
     ranks.gather(setting.ranks, None)  # nobody writes before everybody has read
-    if setting.ranks.first and state.step and log.exists():
-        run_files.keep_steps(log, state.step)
+    if setting.ranks.first and state.step:
+        kept = run_files.keep_steps(log, state.step) if log.exists() else set()
+        if lacking := state.step - len(kept):
+            say(f"{log} lacks {lacking} of the steps 1 to {state.step}")
     if setting.ranks.first and not state.step:
         say("no checkpoint yet: starting at step 1")
     return state

@@ -173,7 +173,7 @@ def check_folder(config: GrpoConfig) -> None:
     for path in (config.out / LOG, config.out / STATE):
         if os.path.lexists(path) and not files.is_file(path):
             raise ValueError(f"out: {path} is {'a folder' if files.is_folder(path) else 'no regular file'}")
-    if not config.resume and (config.out / LOG).exists():
+    if not config.resume and any((config.out / name).exists() for name in (LOG, STATE)):
         raise ValueError(f"out: {config.out} holds a run; resume it, or name another folder")
     if config.resume:
         try:
@@ -183,19 +183,20 @@ def check_folder(config: GrpoConfig) -> None:
 
 
 def check_same(out: Path, wanted: Mapping[str, Any]) -> None:
-    """Refuse a folder that holds another run: its checkpoint says which, or the log's header before there is one.
+    """Refuse a folder that holds another run: its checkpoint says which, and the log's header.
 
     Args: wanted: `signature`, or more of what a checkpoint belongs to; what it does not name is not compared.
     Errors: ValueError naming the file and every option that differs.
     """
     state, log = out / STATE, out / LOG
+    saved: dict[Path, dict[str, Any]] = {}
     if files.is_file(state):
-        about, path = run_files.read_about(state), state
-    elif files.is_file(log) and (lines := run_files.read_lines(log)):
-        about, path = about_of(lines[0], f"{log}:1"), log
-    else:
-        return
-    run_files.same_run({name: about.get(name) for name in wanted}, wanted, path)
+        saved[state] = run_files.read_about(state)
+    lines = run_files.read_lines(log, most=1) if files.is_file(log) else []
+    if lines and ("header" in lines[0] or not saved):  # beside a checkpoint a log that has lost its header gets one
+        saved[log] = about_of(lines[0], f"{log}:1")
+    for path, about in saved.items():
+        run_files.same_run({name: about.get(name) for name in wanted}, wanted, path)
 
 
 def about_of(line: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -203,7 +204,7 @@ def about_of(line: Mapping[str, Any], where: str) -> dict[str, Any]:
     header = line.get("header")
     options, model = (header.get(name) if isinstance(header, dict) else None for name in ("options", "model"))
     if not isinstance(header, dict) or not isinstance(options, dict) or not isinstance(model, dict):
-        raise ValueError(f"{where}: no header, and there is no checkpoint: nothing says which run this is")
+        raise ValueError(f"{where}: no header, so nothing says which run this is")
     return options | {"weights": model.get("weights"), "ranks": header.get("ranks")}
 
 

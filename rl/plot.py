@@ -199,7 +199,11 @@ def table(runs: Sequence[Run]) -> str:
         for line in [lines[0], *map(dict.values, lines)]
     ]
     if any(len(run.steps) < 2 * END for run in runs):
-        texts += ["", f'"-": a run of fewer than {2 * END} steps, whose first {END} and last {END} share some.']
+        texts += [
+            "",
+            f'"-": a run of fewer than {2 * END} steps, whose first {END} and last {END} share some; '
+            "the rest is over all steps.",
+        ]
     return printable("\n".join([texts[0], "|" + "---|" * len(lines[0]), *texts[1:]]) + "\n")
 
 

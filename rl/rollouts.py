@@ -171,8 +171,8 @@ def load(path: Path, vocab_size: int) -> tuple[Rollouts, dict[str, Any]]:
 
     Errors: FileNotFoundError, ValueError for a file that holds no rollouts, or tokens outside the vocabulary.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+    if not files.is_file(path):
+        raise FileNotFoundError(f"{files.short(path)}: no such file")
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             rollouts = Rollouts(*(file[name] for name in ("tokens", "end", "prompt", "temperature")))

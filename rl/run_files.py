@@ -99,14 +99,14 @@ def append(log: Path, line: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_lines(log: Path) -> list[dict[str, Any]]:
-    """The lines of a log, a torn last one left out.
+def read_lines(log: Path, most: int | None = None) -> list[dict[str, Any]]:
+    """The lines of a log, the first so many, a torn last one left out.
 
     Errors: ValueError naming the file and a line before the last that is not a JSON object.
     """
     *lines, _ = log.read_bytes().split(b"\n")
     found = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines[:most], 1):
         found.append(jsonl.load(line, f"{log}:{number}: not valid JSON"))
         if not isinstance(found[-1], dict):
             raise ValueError(f"{log}:{number}: not a JSON object")
@@ -121,10 +121,11 @@ def step_of(line: Mapping[str, Any], where: str) -> int:
     return step
 
 
-def keep_steps(log: Path, last: int) -> None:
-    """Leave only headers and steps up to `last` in a log. Errors: ValueError naming a line that is neither."""
-    numbered = enumerate(read_lines(log), 1)
-    write_lines(log, [x for number, x in numbered if "header" in x or step_of(x, f"{log}:{number}") <= last])
+def keep_steps(log: Path, last: int) -> set[int]:
+    """Leave only headers and steps up to `last` in a log -> these steps. Errors: ValueError naming any other line."""
+    steps = {n: step_of(x, f"{log}:{n}") for n, x in enumerate(read_lines(log), 1) if "header" not in x}
+    write_lines(log, [x for n, x in enumerate(read_lines(log), 1) if steps.get(n, 0) <= last])
+    return {step for step in steps.values() if 0 < step <= last}
 
 
 def write_lines(log: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import nanospec_fn as ns
+from nanospec_fn import files
 
 NAMES = ("toy", "gsm8k")
 SHORTEST = 8  # tokens; a toy completion of fewer is counted as one of so many, so that ending at once does not pay
@@ -180,8 +181,8 @@ def find_gsm8k(split: str) -> Path | None:
     folder = os.environ.get("NANOSPEC_DATA")
     if folder:
         path = Path(folder) / GSM8K[split]
-        if not path.is_file():
-            raise FileNotFoundError(f"task gsm8k: {path}: no such file (NANOSPEC_DATA is its folder)")
+        if not files.is_file(path):
+            raise FileNotFoundError(f"task gsm8k: {files.short(path)}: no such file (NANOSPEC_DATA is its folder)")
         return path
     if importlib.util.find_spec("datasets") is None:
         needed = f"set NANOSPEC_DATA to a folder that holds {GSM8K[split]}, or install datasets"

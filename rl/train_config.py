@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nanospec_fn as ns
-from nanospec_fn import eagle, weights
+from nanospec_fn import eagle, files, weights
 from rl import eagle_loss, limits, rollouts
 
 SHORT = 2  # draft steps of the first updates
@@ -106,11 +106,11 @@ def check_files(config: TrainConfig) -> None:
             rollouts.parse_source(source)
     except (ValueError, FileNotFoundError) as error:
         raise ValueError(f"prompts: {error}") from error
-    if config.data is not None and config.prompts is None and not config.data.is_file():
-        raise ValueError(f"data: {config.data} does not exist, and without prompts it cannot be made")
-    if config.data_file.is_dir():
-        raise ValueError(f"data: {config.data_file} is a folder")
-    if not config.data_file.is_file() and not config.prompts:
+    if config.data is not None and config.prompts is None and not files.is_file(config.data):
+        raise ValueError(f"data: {files.short(config.data)} does not exist, and without prompts it cannot be made")
+    if files.is_folder(config.data_file):
+        raise ValueError(f"data: {files.short(config.data_file)} is a folder")
+    if not files.is_file(config.data_file) and not config.prompts:
         raise ValueError("prompts: required, as the data does not exist yet")
 
 

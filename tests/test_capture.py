@@ -532,3 +532,14 @@ def test_no_state_is_consumed_beside_one_that_was(replayed):
     with pytest.raises(ns.DonatedError):
         two(pair(), good, bad)
     assert good.a.tolist() == [1, 1]
+
+
+def test_arguments_are_bound_by_place_only_where_put_is_last():
+    """Bug: a step whose `put` stands before another argument is captured with `put` in that one's place."""
+
+    def step(params, state, put=struct.put, k=1):
+        return state * k
+
+    fast = ns.capture(step)
+    assert fast((), torch.ones(2), k=3).tolist() == [3, 3]
+    assert fast.why((), torch.ones(2), struct.put).startswith("put: ")

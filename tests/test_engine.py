@@ -341,3 +341,29 @@ def test_what_a_step_returns_shares_no_memory_with_the_state(name):
     homes = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(state) if leaf.numel()}
     shared = [path for path, leaf in pytree.tree_leaves_with_path(info) if leaf.untyped_storage().data_ptr() in homes]
     assert not shared
+
+
+WRONG = {
+    "more than it has": (lambda v: struct.replace(v, count=v.count + 10), "count must be accepted"),
+    "nothing": (lambda v: struct.replace(v, count=v.count * 0), "count must be accepted"),
+    "padding": (lambda v: struct.replace(v, tokens=v.tokens * 0 - 1), "tokens has padding"),
+    "too few columns": (lambda v: struct.replace(v, tokens=v.tokens[:, 1:]), r"tokens must be \[1, 1\]"),
+    "no path": (lambda v: struct.replace(v, path=v.path[:, :0]), r"path must be \[1, 3\]"),
+    "no verdict": (lambda v: None, "decide must return a Verdict, got None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_verdict_of_ones_own_rule_is_refused(case):
+    """Bug: padding becomes text that ends like the model's own, with log-probs of 0."""
+    spoil, message = WRONG[case]
+    draft, spec = ns.load_draft("ngram", target()), ns.Speculation(1, 3)
+    engine = ns.prepare(target(), draft, None, spec, decide=lambda *a: spoil(acceptance.decide(*a)))
+    with pytest.raises(ValueError, match=message):
+        ns.generate(target(), [prompt(9)], ns.Sampling(max_tokens=12), engine=engine)
+
+
+@pytest.mark.parametrize("rule", ["power", None, lambda evidence, tree, controls: None])
+def test_what_is_no_rule_is_refused_by_name(rule):
+    with pytest.raises(ValueError, match="decide must be a function of "):
+        ns.build(target(), decide=rule)

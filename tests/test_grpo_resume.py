@@ -133,7 +133,7 @@ def test_a_log_without_a_header_gets_one_and_keeps_its_steps(folder, done, tmp_p
     assert [(line["step"], line["resumed"]) for line in found] == [(1, False), (2, False), (3, True)]
     (out / "state.safetensors").unlink()
     (out / "log.jsonl").write_bytes(b"".join(steps))
-    with pytest.raises(ValueError, match=r"resume: .*log.jsonl:1: no header, and there is no checkpoint"):
+    with pytest.raises(ValueError, match=r"resume: .*log.jsonl:1: no header, so nothing says which run"):
         train(folder, out, "--resume")
 
 
@@ -213,3 +213,22 @@ def test_a_full_disk_leaves_the_last_checkpoint(folder, done, tmp_path, capsys, 
     said = f"{out / 'state.safetensors'}: cannot be written (No space left on device)"
     assert capsys.readouterr().err == f"python -m rl.grpo: {said}; --resume goes on from the last checkpoint\n"
     assert (out / "state.safetensors").read_bytes() == (done / "state.safetensors").read_bytes()
+
+
+def test_a_log_of_another_run_beside_a_checkpoint_is_refused(done, folder, tmp_path, capsys):
+    """Bugs: steps go on under a header with another seed, by which rl.plot labels them; steps lost without a word; a
+    checkpoint whose log is gone is trained over."""
+    out = copy_of(done, tmp_path / "run")
+    log, text = out / "log.jsonl", (out / "log.jsonl").read_text()
+    header, *steps = text.splitlines(keepends=True)
+    log.write_text(header.replace('"seed": 0', '"seed": 77') + "".join(steps))
+    assert header not in log.read_text()
+    with pytest.raises(ValueError, match=r"resume: .*log.jsonl: belongs to a run with seed 77, not 0"):
+        train(folder, out, "--resume", 3)
+    log.write_text(header + steps[1])
+    capsys.readouterr()
+    train(folder, out, "--resume", 3)
+    assert "lacks 1 of the steps 1 to 2" in capsys.readouterr().err
+    log.unlink()
+    with pytest.raises(ValueError, match=r"out: .* holds a run; resume it"):
+        train(folder, out, steps=3)

@@ -179,7 +179,10 @@ def test_table_is_right(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "out" / "table.md").read_text()
     head, rule, *lines, blank, note = printed.splitlines()
-    assert (blank, note) == ("", '"-": a run of fewer than 10 steps, whose first 5 and last 5 share some.')
+    assert (blank, note) == (
+        "",
+        '"-": a run of fewer than 10 steps, whose first 5 and last 5 share some; the rest is over all steps.',
+    )
     names = [cell.strip() for cell in head.strip("|").split("|")]
     assert rule == "|" + "---|" * len(names)
     cells = [

@@ -123,6 +123,8 @@ def answer(
     seconds = time.perf_counter() - started
     identical, verdict = True, ""
     if args.compare and out.finish_reason != "aborted":
+        if not args.json:
+            print("\nplain decoding of the same prompt, to compare with ...", file=sys.stderr, flush=True)
         started = time.perf_counter()
         (plain,) = ns.generate(model, [args.prompt], sampling, engine=engine)
         identical, verdict = compare(out, plain, time.perf_counter() - started)

@@ -92,8 +92,8 @@ def check_out(parser: argparse.ArgumentParser, out: str, file: str) -> None:
     if os.path.realpath(out) == os.path.realpath(file):
         parser.error(f"argument --out: {out} is the trace itself")
     folder = Path(out).parent
-    if not folder.is_dir():
-        parser.error(f"argument --out: no such folder: {folder}")
+    if not files.is_folder(folder):
+        parser.error(f"argument --out: no such folder: {files.short(folder)}")
     if not os.access(folder, os.W_OK):
         parser.error(f"argument --out: folder {folder} cannot be written")
 
